@@ -86,7 +86,9 @@ def read_lanes(
         except RuntimeError as error:
             raise CheckpointError(f"{directory}: {key} has another shape in each rank's file ({error})") from error
         whole = empty.clone()
-        whole[is_busy.to(empty.device)] = _fit_rows(key, stored, empty, convert=convert)
+        fitting = _fit_rows(key, stored, empty, convert=convert)
+        for lane, row in zip(is_busy.nonzero().flatten().tolist(), fitting, strict=True):
+            whole[lane] = row  # at once, by a mask, torch has it not for unsigned integers
         return whole
 
     empty = map_state(lambda *parts: torch.cat(parts), *fresh)

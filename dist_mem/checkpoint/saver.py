@@ -106,7 +106,7 @@ class Saver:
             write_manifest(directory, {**read_manifest(directory), **changes})
 
     def rehearse(self, snapshot: Snapshot) -> None:
-        """Try before the first step what a save needs, see `rehearse_checkpoint`. Raises UnfitError on every rank."""
+        """Try before the first step what a save needs, see `rehearse_checkpoint` and its errors."""
         rehearse_checkpoint(snapshot, run_dir=self._run_dir, world=self._world, channel=self._channel)
 
     def save(self, snapshot: Snapshot, *, began: float) -> None:

@@ -65,7 +65,8 @@ def _flats_of_whole_parameters(engine: DeepSpeedEngine) -> Iterator[Flat]:
     masters = [group["params"] for group in optimizer.param_groups]
     for place, (group, keys) in enumerate(zip(getattr(optimizer, "fp16_groups", masters), masters, strict=True)):
         for parameter, key in zip(group, keys, strict=True):
-            yield Flat(key, [Span(names[parameter], 0, key.numel(), 0)], [names[parameter]], place)
+            spans = [Span(names[parameter], 0, key.numel(), 0)] if key.numel() else []
+            yield Flat(key, spans, [names[parameter]], place)
 
 
 def _flats_of_groups(engine: DeepSpeedEngine) -> Iterator[Flat]:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar, cast
 
-from dist_mem.errors import RunError, TakenOverError, UnfitError, UnusableError
+from dist_mem.errors import RunError, TakenOverError, UnfitError, UnreadableError, UnusableError
 from dist_mem.runtime.distributed import World, decide_on_rank0, has_note, leave_note, on_all_ranks
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.network_interface import describe_address, families, listen_to_all
@@ -83,8 +83,14 @@ class SideChannel:
                 raise UnfitError(some(named, 3, separator="; "))
             result = decide(values)
         except Exception as error:  # of any type: the other ranks wait for rank 0, and raise it too
-            is_known = isinstance(error, (UnfitError, UnusableError, TakenOverError))
-            result = type(error)(str(error)) if is_known else UnfitError(f"{type(error).__name__}: {error}")
+            kinds = (
+                TakenOverError,
+                UnfitError,
+                UnreadableError,
+                UnusableError,
+            )  # their own kinds take more than a text
+            kind = next((kind for kind in kinds if isinstance(error, kind)), None)
+            result = UnfitError(f"{type(error).__name__}: {error}") if kind is None else kind(str(error))
         for peer in self._peers.values():
             with suppress(OSError):  # it has ended: reported by the next vote
                 peer.send(result)

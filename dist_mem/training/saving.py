@@ -14,7 +14,7 @@ from dist_mem.checkpoint.saver import Saver
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.config import CheckpointConfig
 from dist_mem.engine.engine import Engine
-from dist_mem.errors import RunError, StoppedError, TakenOverError
+from dist_mem.errors import CutShortError, RunError, TakenOverError
 from dist_mem.runtime.distributed import on_all_ranks
 from dist_mem.supervision.watchdog import beat
 from dist_mem.training.agreement import Flags
@@ -77,10 +77,12 @@ class Saving:
 
     @contextmanager
     def keep_state(self, state: TrainState) -> Iterator[None]:
-        """Save a state that is not saved yet before an error of all ranks leaves the block; a stop saves by itself."""
+        """Save a state that is not saved yet before an error of all ranks leaves the block; the loop does so itself
+        where an evaluation is cut short.
+        """
         try:
             yield
-        except StoppedError:
+        except CutShortError:
             raise
         except RunError:
             if not self.is_saved(state):
@@ -99,10 +101,10 @@ class Saving:
         on_all_ranks(lambda: self.saver.change_manifest(state.step, found), "adding an evaluation to its checkpoint")
 
     def rehearse(self, state: TrainState) -> None:
-        """Try what the first save needs, without its tensors: that it fails is found here, and not hours later.
+        """Try what the first save needs, with empty tensors: that it fails is found here, and not hours later.
 
         Raises:
-            UnfitError: on every rank, if any rank could not write its part.
+            UnfitError, UnusableError: on every rank, as `rehearse_checkpoint`.
         """
         beat("saving")
         self.saver.rehearse(self._snapshot(state, is_rehearsal=True))

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from dist_mem.config import ConfigError
+from dist_mem.config.check import Problem
 from dist_mem.errors import RunError, TakenOverError, UnfitError
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.files import WrongFileError
 from dist_mem.runtime.network_interface import describe_address
 from dist_mem.supervision.side_channel import SideChannel, accept_all, call, listen, open_side_channel
 from tests.support.limits import limit
@@ -92,6 +95,20 @@ def test_connections_grow_with_the_number_of_ranks_and_not_with_its_square() -> 
 
     few, many = num_open(4), num_open(16)
     assert many - few == 2 * (16 - 4), "both ends of one connection for every further rank"
+
+
+@pytest.mark.parametrize(
+    "error", [WrongFileError(21, "a folder", "lease.json"), ConfigError([Problem("a.b", "wrong")])]
+)
+def test_an_error_of_more_than_a_text_keeps_its_words(error: Exception) -> None:
+    """It was rebuilt from its text alone: `None: None`, and one letter per line."""
+
+    def fail(values: list[Any]) -> None:
+        raise error
+
+    with channels(3) as (opened, threads):
+        found = vote(opened, threads, fail)
+    assert len(set(found)) == 1 and str(error) in found[0]
 
 
 def test_a_rank_that_has_ended_is_named_on_all_others_and_stays_out() -> None:
