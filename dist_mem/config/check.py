@@ -205,8 +205,13 @@ def suggest(name: str, block: str, known: Sequence[str], everywhere: Sequence[st
         everywhere: full dotted keys of the whole configuration; the right name may be in the wrong block.
     """
     other = OTHER_NAMES.get(name.lower().replace("-", "_"), "")
-    # The schema has no options of memories: below `memory` the known keys have those of its kind.
-    if other in everywhere or (other.startswith("memory.") and (block != "memory" or other[7:] in known)):
+    if (option := other.removeprefix("memory.")) != other:  # the schema has none of their options
+        outer = block.partition(".")[0]
+        if outer == "memory" and option in known:  # of its kind
+            return f"did you mean {join(block, option)}?"
+        if outer not in ("memory", "deepspeed") and everywhere:
+            return f"did you mean {other}?"
+    elif other in everywhere:
         return f"did you mean {other}?"
     if close := nearest(name, known, SURE):
         return f"did you mean {join(block, close)}?"

@@ -334,10 +334,14 @@ def to_yaml(config: Config, *, resolve: bool = False) -> str:
     return dump(kept)
 
 
+_FULL_KEY = re.compile(r"[^.\[\]]+(\[\d+\])*(\.[^.\[\]]+(\[\d+\])*)*")
+
+
 def value_of(config: Config, key: str) -> Any:
     """Return the value of a full key, also of a memory's options. Raises ConfigError for an unknown key."""
     tree = as_tree(config)
-    if value_at(tree, key) is None and key not in (*known_keys(), *flatten(tree)):
+    is_found = _FULL_KEY.fullmatch(key) and value_at(tree, key) is not None
+    if not is_found and key not in (*known_keys(), *flatten(tree)):
         stop_on([Problem(key, "is not a key; `dist-mem config` lists all keys")])
     return value_at(tree, key)
 

@@ -217,6 +217,7 @@ def _read_overrides(overrides: Sequence[str]) -> list[ConfigSource]:
         if isinstance(branch.get("deepspeed"), str):
             files = [ConfigSource(branch, COMMAND_LINE)]
         else:
+            tree = _without_other_kinds(tree, branch)
             with place_problems(lambda key: COMMAND_LINE):
                 tree = merge(tree, branch)
     return [*files, ConfigSource(tree, COMMAND_LINE)]
@@ -250,6 +251,21 @@ def merge_source(tree: dict[str, Any], source: ConfigSource) -> dict[str, Any]:
         tree = {**tree, "deepspeed": {}}
     with place_problems(source.place):
         return merge(tree, new) if new else tree
+
+
+def _without_other_kinds(tree: dict[str, Any], branch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree without the options of memories of single blocks to which an override gives another kind."""
+    old, new = tree.get("memory"), branch.get("memory")
+    if not (isinstance(old, Mapping | list) and isinstance(new, Mapping) and any(map(is_key, new))):
+        return tree
+
+    def left(name: Any, was: Any) -> Any:
+        child = new.get(str(name))
+        return _same_kind(was, child) if is_key(str(name)) and isinstance(child, Mapping) and "kind" in child else was
+
+    if isinstance(old, list):
+        return {**tree, "memory": [left(*item) for item in enumerate(old)]}
+    return {**tree, "memory": {name: left(name, was) for name, was in old.items()}}
 
 
 def _same_kind(old: Any, new: Mapping[str, Any]) -> Any:

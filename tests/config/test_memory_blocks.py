@@ -78,6 +78,10 @@ def test_one_memory_for_all_becomes_the_default_of_a_map_and_keeps_its_options(t
         (["memory.default.rule=linear", "memory.default=infini"], [Infini, Infini, Infini]),
         (["memory=[none, infini, none]", "memory.1.rule=linear"], [NoMemory, Infini, NoMemory]),
         (["memory={default: none, 1: infini}", "memory.1.rule=linear"], [NoMemory, Infini, NoMemory]),
+        ([f"memory={MAP}", "memory.1=none"], [NoMemory, NoMemory, NoMemory]),
+        ([f"memory={MAP}", "memory.1=infini"], [NoMemory, Infini, NoMemory]),
+        (["memory=[none, {kind: transformer_xl, mem_len: 8}, none]", "memory.1=none"], [NoMemory, NoMemory, NoMemory]),
+        ([f"memory={MAP}", "memory={default: infini, 1: none}"], [Infini, NoMemory, Infini]),
     ],
 )
 def test_a_memory_named_beside_its_options_is_the_one_that_is_built(overrides: list[str], built: list[type]) -> None:
