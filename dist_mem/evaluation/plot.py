@@ -4,7 +4,7 @@
 
 A label has a run's memory and other settings that differ between the runs. Runs whose configurations differ only in
 seeds and keys that change no result get the same label. `draw_lines` draws them as one line: the mean, with
-error bars of half the range, as in the tables of `dist-mem reproduce`.
+error bars of half the range.
 """
 
 from __future__ import annotations

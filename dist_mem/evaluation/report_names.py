@@ -71,7 +71,7 @@ def data_part(index: Index) -> str:
 
 def digest_part(text: str) -> str:
     """Return the part of a name that stands for a text, as a path or a content: two texts have two names."""
-    return hashlib.sha256(text.encode()).hexdigest()[:_FINGERPRINT]
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_FINGERPRINT]
 
 
 def without_data(tag: str, fingerprint: str) -> str:

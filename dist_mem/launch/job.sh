@@ -164,8 +164,9 @@ DIST_MEM_CACHES=${DIST_MEM_CACHES:-${TMPDIR:-/tmp}} \
 code=$?
 if [ -s "$DIST_MEM_EXIT_CODE" ]; then
   code=$(cat "$DIST_MEM_EXIT_CODE")
-elif [ "$code" = 0 ] || [ "$code" = 2 ]; then
-  code=1 # of srun alone: 0 where a node cannot open a log, 2 where it lacks the program, or has lost the disk it is on
+elif { [ "$code" = 0 ] && [ ! -e "$DIST_MEM_EXIT_CODE" ]; } || [ "$code" = 2 ]; then
+  # Of srun alone: an empty file of rank 0 is on a full disk.
+  code=1 # 0 where a node cannot open a log, 2 where it lacks the program, or has lost the disk it is on
 fi
 echo "$code" >"$DIST_MEM_EXIT_CODE"
 say "the ranks have ended with exit code $code"

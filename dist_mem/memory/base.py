@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -364,19 +365,20 @@ def map_state(function: Callable[..., Tensor], *states: MemoryState) -> MemorySt
 def take_lanes(state: StateT, lanes: Sequence[int]) -> StateT:
     """Return some lanes of a state, in this order; a lane may come twice."""
 
-    def take(part: Tensor) -> Tensor:
-        return part[torch.tensor(lanes, dtype=torch.int64, device=part.device)]
-
-    return map_state(take, state)
+    index = _index_of(lanes)
+    return map_state(lambda part: part[index(part.device)], state)
 
 
 def put_lanes(state: StateT, lanes: Sequence[int], new: StateT) -> StateT:
     """Return the state with those of `new` in these lanes."""
 
-    def put(old: Tensor, rows: Tensor) -> Tensor:
-        return old.index_copy(0, torch.tensor(lanes, dtype=torch.int64, device=old.device), rows)
+    index = _index_of(lanes)
+    return map_state(lambda old, rows: old.index_copy(0, index(old.device), rows), state, new)
 
-    return map_state(put, state, new)
+
+def _index_of(lanes: Sequence[int]) -> Callable[[torch.device], Tensor]:
+    """Return the lanes on a device, copied to it once."""
+    return cache(lambda device: torch.tensor(lanes, dtype=torch.int64, device=device))
 
 
 def select_lanes(keep_new: Tensor, new: StateT, old: StateT) -> StateT:

@@ -132,6 +132,13 @@ def as_texts(tree: Mapping[str, Any]) -> dict[str, str]:
     return {name.replace("[", ".").replace("]", ""): str(value) for name, value in flatten(tree).items()}
 
 
+def _is_of_user(name: str, before: Mapping[str, str], now: Mapping[str, str], defaults: Mapping[str, str]) -> bool:
+    """Return whether a key that an earlier configuration lacks is no newer one, at its default."""
+    kind = f"{name.rpartition('.')[0]}.kind"  # the defaults have options of the memory `none` alone
+    is_of_memory = name.startswith("memory.") and before.get(kind) == now.get(kind)
+    return not is_of_memory and now[name] != defaults.get(name)
+
+
 def parameters_entry(document: Mapping[str, Any], log: Path, *, step: int) -> dict[str, Any]:
     """Return the body of the log's entry of the configuration, `Config.document`, for a start from `step`.
 
@@ -149,6 +156,6 @@ def parameters_entry(document: Mapping[str, Any], log: Path, *, step: int) -> di
     before = entries[-1]["config"]
     was, is_now = ({name: text for name, text in each.items() if text not in _NOTHING} for each in (before, now))
     differing = differing_keys(was, is_now)
-    changed = [name for name in differing if name in before or now[name] != defaults.get(name)]  # and no newer keys
+    changed = [name for name in differing if name in before or _is_of_user(name, before, now, defaults)]
     changes = [f"{name}: {before.get(name)} -> {now.get(name)}" for name in changed]
     return {"params": {}, "changes": "; ".join(filter(None, [*earlier, *changes])), "config": now, "step": step}

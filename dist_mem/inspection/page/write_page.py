@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dist_mem.data.plan import segment_starts
-from dist_mem.errors import UnusableError
+from dist_mem.errors import run_error
 from dist_mem.evaluation.job import StopCheck, find_checkpoint_on_rank0, run_on_ranks, use_threads
 from dist_mem.evaluation.report_names import names_of
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
@@ -81,12 +81,13 @@ def run(asked: InspectionRequest, *, out: Path | None, early: StopSignal | None 
 
 
 def _check_writable(target: Path) -> None:
-    """Raise UnusableError if a file cannot be written, by a lock that is made beside it."""
+    """Raise the RunError of a file that cannot be written, found by a lock that is made beside it."""
     try:
         with hold_file(target):
             pass
     except OSError as error:
-        raise UnusableError(f"{target} cannot be written ({error.strerror}): give -o FILE in another folder") from error
+        text = f"{target} cannot be written ({error.strerror}): give -o FILE in another folder"
+        raise run_error(error, text) from error
 
 
 def _book(
