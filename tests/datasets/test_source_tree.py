@@ -27,7 +27,7 @@ HIDDEN = ("._b1.txt", ".ipynb_checkpoints/b1.txt", ".Trash-1000/files/b.txt", "_
 FOLDERS = ["data", "en", "train", "Train", "TEST", "valid", "dev-clean", "held_out", "contest", ".git", "__MACOSX"]
 STEMS = ["b1", "b2", "train", "train-00000-of-00001", "test-00000-of-00002", "wiki.valid.raw", "acid_test", "._b1"]
 SUFFIXES = [".txt", ".TXT", ".jsonl", ".NDJSON", ".json.gz", ".md", ".txt.utf-8", ".json", ""]
-FIX = re.compile("rename|put it|larger fraction|no file of|must be unique")
+FIX = re.compile("rename|put it|larger fraction|no file of|must be unique|cut the text")
 PATHS = st.tuples(st.lists(st.sampled_from(FOLDERS), max_size=2), st.sampled_from(STEMS), st.sampled_from(SUFFIXES))
 
 
