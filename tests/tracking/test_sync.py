@@ -7,6 +7,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -142,13 +143,14 @@ def test_the_store_in_the_working_directory_sends_files_only_below_it(
     """It may be somebody else's, as where the working directory is their run."""
     (here := tmp_path / "here").mkdir()
     monkeypatch.chdir(here)
-    client = connect("sqlite:///mlflow.db")
+    own_store = f"sqlite:///{uuid4().hex}.db"  # MLflow keeps a store by its address, also one of another folder
+    client = connect(own_store)
     outside = tmp_path / "outside"
     places = {"stolen": f"{thief.url}/files", "elsewhere": outside.as_uri(), "up": f"{here}/../outside", "own": None}
     text = ("text", {"text": "text", "name": "a.txt"})
     for name, place in places.items():
         client.create_experiment(name, artifact_location=place)
-        code, printed = sync(make_run(here / name, "sqlite:///mlflow.db", POINT, text, experiment=name))
+        code, printed = sync(make_run(here / name, own_store, POINT, text, experiment=name))
         assert code == (EXIT_DONE if place is None else EXIT_USAGE)
         assert place is None or "keeps its files at" in printed
     assert not thief.asked and not outside.exists()
