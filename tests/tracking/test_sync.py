@@ -7,12 +7,13 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+from mlflow.tracking._tracking_service.registry import TrackingStoreRegistry
 from sqlalchemy.engine import make_url
 
 from dist_mem.__main__ import main
@@ -37,7 +38,7 @@ from dist_mem.tracking.log import (
 from dist_mem.tracking.mlflow.client import connect
 from dist_mem.tracking.mlflow.database import file_of
 from dist_mem.tracking.mlflow.models import fetch_model
-from dist_mem.tracking.mlflow.store import check_store, check_tracking, is_named_by_user
+from dist_mem.tracking.mlflow.store import DEFAULT_URI, check_store, check_tracking, is_named_by_user
 from dist_mem.tracking.mlflow.sync import log_to_run
 from tests.support.faults import remount, small_disk
 from tests.support.file_server import FileServer
@@ -143,14 +144,16 @@ def test_the_store_in_the_working_directory_sends_files_only_below_it(
     """It may be somebody else's, as where the working directory is their run."""
     (here := tmp_path / "here").mkdir()
     monkeypatch.chdir(here)
-    own_store = f"sqlite:///{uuid4().hex}.db"  # MLflow keeps a store by its address, also one of another folder
-    client = connect(own_store)
+    # MLflow keeps a store by its address, also one that another test had in its own working directory.
+    monkeypatch.setattr(SqlAlchemyStore, "_engine_map", {})
+    TrackingStoreRegistry._get_store_with_resolved_uri.cache_clear()
+    client = connect(DEFAULT_URI)
     outside = tmp_path / "outside"
     places = {"stolen": f"{thief.url}/files", "elsewhere": outside.as_uri(), "up": f"{here}/../outside", "own": None}
     text = ("text", {"text": "text", "name": "a.txt"})
     for name, place in places.items():
         client.create_experiment(name, artifact_location=place)
-        code, printed = sync(make_run(here / name, own_store, POINT, text, experiment=name))
+        code, printed = sync(make_run(here / name, DEFAULT_URI, POINT, text, experiment=name))
         assert code == (EXIT_DONE if place is None else EXIT_USAGE)
         assert place is None or "keeps its files at" in printed
     assert not thief.asked and not outside.exists()
