@@ -259,13 +259,13 @@ def _without_other_kinds(tree: dict[str, Any], branch: Mapping[str, Any]) -> dic
     if not (isinstance(old, Mapping | list) and isinstance(new, Mapping) and any(map(is_key, new))):
         return tree
 
-    def left(name: Any, was: Any) -> Any:
+    def keep_options(name: Any, was: Any) -> Any:
         child = new.get(str(name))
         return _same_kind(was, child) if is_key(str(name)) and isinstance(child, Mapping) and "kind" in child else was
 
     if isinstance(old, list):
-        return {**tree, "memory": [left(*item) for item in enumerate(old)]}
-    return {**tree, "memory": {name: left(name, was) for name, was in old.items()}}
+        return {**tree, "memory": [keep_options(*item) for item in enumerate(old)]}
+    return {**tree, "memory": {name: keep_options(name, was) for name, was in old.items()}}
 
 
 def _same_kind(old: Any, new: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar, cast
 
-from dist_mem.errors import RunError, TakenOverError, UnfitError, UnreadableError, UnusableError
+from dist_mem.errors import CheckpointError, RunError, TakenOverError, UnfitError, UnreadableError, UnusableError
 from dist_mem.runtime.distributed import World, decide_on_rank0, has_note, leave_note, on_all_ranks
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.network_interface import describe_address, families, listen_to_all
@@ -47,6 +47,10 @@ class Hub(NamedTuple):
     def note(self) -> str:
         """The note in the store by which a rank says that it cannot connect."""
         return f"dist_mem/side_channel/{self.secret.hex()}"
+
+
+# Errors that keep their kind on other ranks; those derived from them may take more than a text.
+_KINDS = (TakenOverError, UnfitError, UnreadableError, CheckpointError, UnusableError)
 
 
 class SideChannel:
@@ -83,13 +87,7 @@ class SideChannel:
                 raise UnfitError(some(named, 3, separator="; "))
             result = decide(values)
         except Exception as error:  # of any type: the other ranks wait for rank 0, and raise it too
-            kinds = (
-                TakenOverError,
-                UnfitError,
-                UnreadableError,
-                UnusableError,
-            )  # their own kinds take more than a text
-            kind = next((kind for kind in kinds if isinstance(error, kind)), None)
+            kind = next((kind for kind in _KINDS if isinstance(error, kind)), None)
             result = UnfitError(f"{type(error).__name__}: {error}") if kind is None else kind(str(error))
         for peer in self._peers.values():
             with suppress(OSError):  # it has ended: reported by the next vote
