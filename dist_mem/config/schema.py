@@ -376,7 +376,8 @@ class WatchdogConfig:
     join_seconds: float = key(60.0, above=0, at_most=SECONDS, set_by=_ANY)
     # seconds without progress before all ranks report their state and end; None: off
     seconds: float | None = key(600.0, above=0, at_most=SECONDS)
-    straggler: float | None = key(1.5, above=1)  # report a rank this much slower than the median of others; None: off
+    # report a rank that is this many times as slow as the median of the others; None: off
+    straggler: float | None = key(1.5, above=1)
 
 
 @dataclass(frozen=True)

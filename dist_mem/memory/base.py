@@ -364,14 +364,12 @@ def map_state(function: Callable[..., Tensor], *states: MemoryState) -> MemorySt
 
 def take_lanes(state: StateT, lanes: Sequence[int]) -> StateT:
     """Return some lanes of a state, in this order; a lane may come twice."""
-
     index = _index_of(lanes)
     return map_state(lambda part: part[index(part.device)], state)
 
 
 def put_lanes(state: StateT, lanes: Sequence[int], new: StateT) -> StateT:
     """Return the state with those of `new` in these lanes."""
-
     index = _index_of(lanes)
     return map_state(lambda old, rows: old.index_copy(0, index(old.device), rows), state, new)
 
