@@ -106,7 +106,8 @@ def rehearse_checkpoint(snapshot: Snapshot, *, run_dir: Path, world: World, chan
 
     def fill(shares: Sequence[RankShare]) -> None:
         try:
-            if (failure := _failure_of(shares)) is not None:  # that of all ranks is not one of some machines
+            if (failure := _failure_of(shares)) is not None:
+                # Where some ranks could write, the others' machines are unfit, and another start may succeed.
                 raise failure if all(share.error for share in shares) else UnfitError(str(failure))
             _fill(partial, snapshot, shares)
             read_manifest(partial)

@@ -88,7 +88,7 @@ def read_lanes(
         whole = empty.clone()
         fitting = _fit_rows(key, stored, empty, convert=convert)
         for lane, row in zip(is_busy.nonzero().flatten().tolist(), fitting, strict=True):
-            whole[lane] = row  # at once, by a mask, torch has it not for unsigned integers
+            whole[lane] = row  # not by a mask, which torch does not implement for unsigned integers
         return whole
 
     empty = map_state(lambda *parts: torch.cat(parts), *fresh)

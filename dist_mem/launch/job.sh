@@ -165,8 +165,9 @@ code=$?
 if [ -s "$DIST_MEM_EXIT_CODE" ]; then
   code=$(cat "$DIST_MEM_EXIT_CODE")
 elif { [ "$code" = 0 ] && [ ! -e "$DIST_MEM_EXIT_CODE" ]; } || [ "$code" = 2 ]; then
-  # Of srun alone: an empty file of rank 0 is on a full disk.
-  code=1 # 0 where a node cannot open a log, 2 where it lacks the program, or has lost the disk it is on
+  # Rank 0 has not even created the file, so the code is srun's own: 0 where a node cannot open a log, 2 where it lacks
+  # the program, or has lost the disk it is on. A file without a code is on a full disk, and then srun's 0 is right.
+  code=1
 fi
 echo "$code" >"$DIST_MEM_EXIT_CODE"
 say "the ranks have ended with exit code $code"

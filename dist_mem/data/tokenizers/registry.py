@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dist_mem.data.build_record import built_splits
 from dist_mem.data.metadata import REMEDY, ShardError, read_metadata, reading
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.byte_pairs import BytePairTokenizer
@@ -116,7 +117,7 @@ def find_tokenizer(folder: Path | str) -> Tokenizer:
     folder = Path(folder)
     if (folder / TOKENIZER_DIR / JSON_NAME).is_file():
         return load_tokenizer(folder / TOKENIZER_DIR)
-    is_bare = (folder / _MODEL).is_file() and not (folder / JSON_NAME).exists() and not any(folder.glob("*/index.json"))
+    is_bare = (folder / _MODEL).is_file() and not (folder / JSON_NAME).exists() and not built_splits(folder)
     if is_bare or is_published(folder):
         return read_folder(folder)
     if not (folder / JSON_NAME).exists():
