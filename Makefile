@@ -88,5 +88,6 @@ docs: setup
 bench: setup
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
+# What the demo made. Other runs stay, and so does MLflow's store, which has theirs too.
 clean:
-	rm -rf runs data/sample mlflow.db* mlartifacts mlruns
+	rm -rf runs/demo runs/demo_none runs/recall.png data/sample
