@@ -39,20 +39,22 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
         RunError: the run directory cannot be written.
         UnfitError: Slurm does not answer.
     """
-    for line in _environment_lines(config.launch):
+    for line in _environment_lines(config.launch, by_hand=dry_run):
         print(line, file=sys.stderr)
 
     def script(snapshot: Path | None = None) -> str:
         launch, name = config.launch, _job_name(config.name)
         return render(launch, job_name=name, arguments=shlex.join(arguments), snapshot=snapshot)
 
+    failed = queue.read_failed_nodes(Path(config.run_dir)) if config.launch.exclude_failed else []
     if dry_run:
         print(script(), end="")
+        if options := _options(config.launch, failed):
+            print(f"not in the script: submit it with sbatch {shlex.join(options)}", file=sys.stderr)
         return EXIT_DONE
     _require_sbatch(", or --dry-run for the script")
     folder = Path(config.run_dir) / "slurm"
     path, snapshot = folder / "job.sbatch", None
-    failed = queue.read_failed_nodes(Path(config.run_dir)) if config.launch.exclude_failed else []
     if failed:
         list_of_them = folder / "failed_nodes"
         print(f"without {', '.join(failed)}: repair these nodes and delete {list_of_them}", file=sys.stderr)
@@ -123,15 +125,9 @@ def _require_sbatch(otherwise: str = "") -> None:
 
 
 def _submit(path: Path, launch: LaunchConfig, *, arguments: Sequence[str] = (), failed: Sequence[str] = ()) -> str:
-    """Submit the script with its own arguments, and without failed nodes, and return the answer of sbatch.
-
-    A dependency applies to this submission only: a requeue or resubmission must not wait again.
-    """
-    options = [] if launch.dependency is None else [f"--dependency={launch.dependency}"]
-    if failed:  # this option takes the place of the script's
-        options.append(f"--exclude={','.join([*failed, *filter(None, [option(launch.directives, 'exclude')])])}")
+    """Submit the script with its own arguments, and without failed nodes, and return the answer of sbatch."""
     done = subprocess.run(
-        ["sbatch", "--parsable", *options, str(path), *arguments],
+        ["sbatch", "--parsable", *_options(launch, failed), str(path), *arguments],
         capture_output=True, text=True, check=False, env=_environment(launch).environment,
     )  # fmt: skip
     if done.returncode:
@@ -140,6 +136,14 @@ def _submit(path: Path, launch: LaunchConfig, *, arguments: Sequence[str] = (), 
             raise UnfitError(f"sbatch of {path} failed (exit code {done.returncode}): {output}; try again")
         raise UnusableError(f"sbatch refuses {path} (exit code {done.returncode}): {output}")
     return done.stdout
+
+
+def _options(launch: LaunchConfig, failed: Sequence[str]) -> list[str]:
+    """Return the options of this submission only: a requeue or resubmission must not wait again."""
+    options = [] if launch.dependency is None else [f"--dependency={launch.dependency}"]
+    if failed:  # this option takes the place of the script's
+        options.append(f"--exclude={','.join([*failed, *filter(None, [option(launch.directives, 'exclude')])])}")
+    return options
 
 
 def _read_number(answer: str, path: Path) -> tuple[str, str]:
@@ -157,17 +161,17 @@ def _environment(launch: LaunchConfig) -> Submission:
     return environment_of_sbatch({*keys, *names(launch.directives)})
 
 
-def _environment_lines(launch: LaunchConfig) -> Iterator[str]:
-    """Yield what variables of this shell do to a job that `launch` describes."""
+def _environment_lines(launch: LaunchConfig, *, by_hand: bool = False) -> Iterator[str]:
+    """Yield what variables of this shell do to a job that `launch` describes, or if users give it to sbatch."""
     found = _environment(launch)
     for kind, name in found.passed_on.items():
         way = f"launch.{kind}=..." if hasattr(launch, kind) else f"launch.directives=[--{kind}=...]"
         yield f"{name} of the environment sets --{kind} of the job; {way} goes before it"
     if found.left_out:
-        yield (
-            f"warning: not passed to sbatch: {', '.join(found.left_out)} of the environment; launch.* and "
-            "launch.directives say what a job is"
-        )
+        variables = f"{', '.join(found.left_out)} of the environment"
+        where = "launch.* and launch.directives say what a job is"
+        taken = f"unset {' '.join(found.left_out)} first: sbatch would take {variables} before the script"
+        yield f"warning: {taken if by_hand else f'not passed to sbatch: {variables}; {where}'}"
 
 
 def show_script(launch: LaunchConfig) -> int:

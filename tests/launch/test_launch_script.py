@@ -60,7 +60,8 @@ def rendered(capsys: pytest.CaptureFixture[str]) -> Launch:
         assert main(["launch", *arguments]) == 0
         captured = capsys.readouterr()
         told = captured.err.splitlines()
-        assert all(line.startswith("warning: with ") for line in told), "of idle lanes, and no other"
+        expected = ("warning: with ", "not in the script: ")  # of idle lanes, and of a dependency
+        assert all(line.startswith(expected) for line in told)
         return captured.out
 
     return launch
@@ -135,6 +136,20 @@ def test_generic_site_has_every_key_with_its_default() -> None:
 def test_dependency_of_slurms_grammar_is_taken_and_is_no_directive(value: str, rendered: Launch) -> None:
     script = rendered("train.steps=1", f"launch.dependency='{value}'", "--dry-run")
     assert not [line for line in script.splitlines() if line.startswith("#SBATCH") and value in line]
+
+
+def test_dry_run_says_what_sbatch_is_given_beside_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "failed_nodes").write_text("node7\n", encoding="utf-8")
+    options = [f"run_dir={tmp_path}", "launch.dependency=afterok:1", "launch.exclude_failed=true", "--dry-run"]
+    assert main(["launch", "train.steps=1", *options]) == 0
+    output = capsys.readouterr().err
+    assert "sbatch --dependency=afterok:1 --exclude=node7\n" in output
+    assert "unset SBATCH_TIMELIMIT" in output
+    assert "not passed" not in output
 
 
 def test_array_cannot_be_a_chain(tmp_path: Path) -> None:
