@@ -570,6 +570,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "long context": reach,
     "pretrained": added,
     "recipes": lambda: recipes(RECIPES),
+    "recipes on books": lambda: recipes(BOOKS),
     **{task: long_table(task) for task in LONG},
 }
 FAMILIES = {  # table -> the family of its intervals
@@ -580,6 +581,7 @@ FAMILIES = {  # table -> the family of its intervals
     "gradient depth": DEPTH,
     "long context": REACH,
     "pretrained": ADDED,
+    "recipes on books": BOOKS,
 }
 _TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 _VALUE = re.compile(

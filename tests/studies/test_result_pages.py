@@ -40,13 +40,16 @@ def test_every_interval_in_a_sentence_is_written_from_the_cells(pages: ModuleTyp
 
 
 @pytest.mark.parametrize(
-    "name", ["arena", "headline", "convolution", "equal_text", "equal_seconds", "equal_bytes", "recipes"]
+    "name",
+    ["arena", "headline", "convolution", "equal_text", "equal_seconds", "equal_bytes", "recipes", "recipes_pg19"],
 )
 def test_every_run_has_the_rate_that_was_best_on_validation(pages: ModuleType, name: str) -> None:
-    """Of the trials of its own study, or of the arena where it has none."""
+    """Of the trials of its own study, or of the arena where it has none; on real books AdamW's are of an older one."""
     found = pages.results(name)
     own, others = pages.trials(found, name), pages.trials(found, "arena")
     for row, cells in found.rows.items():
+        if name == pages.BOOKS and " with " not in row:
+            continue
         tried = own[row] or others[row]
         assert len(tried) > 2, row
         assert {pages.rate_of(cell.body["definition"]) for cell in cells} == {pages.best_rate(tried)}, row
