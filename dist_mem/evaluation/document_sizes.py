@@ -37,7 +37,7 @@ def measure_documents(
         for document in documents:
             check_document(index, document)
             if document in own:
-                words[document], num_bytes[document] = _text_size(index, document, extent, tokenizer)
+                words[document], num_bytes[document] = text_size(index, document, extent, tokenizer)
                 depths[document] = answer_depth(index, document, int(extent.lengths[document]))
             recall = read_recall(index, document, 0, int(extent.lengths[document]))
             max_distance = max(max_distance, 0 if recall is None else int(recall.max(initial=0)))
@@ -54,7 +54,7 @@ def is_whole(index: Index, document: int, extent: Extent) -> bool:
     return entry.mask_offset is None and not is_cut and not len(extent.left_out(document))
 
 
-def _text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer) -> tuple[float, int]:
+def text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer) -> tuple[float, int]:
     """Return words and bytes of the scored tokens, from the index for whole documents, else from the decoded text.
 
     In a vocabulary of words every token is one, also `<eos>` at a line end, as the published counts of WikiText have
@@ -62,9 +62,8 @@ def _text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer
     token is often only a part of a word.
     """
     entry, length = index.documents[document], int(extent.lengths[document])
-    are_words = tokenizer.kind == WordTokenizer.kind
     if is_whole(index, document, extent):
-        return length if are_words else entry.words, entry.bytes
+        return length if are_words(tokenizer) else entry.words, entry.bytes
     tokens = read_tokens(index, document, 0, length)
     mask = read_mask(index, document, 0, length)
     scored = np.ones(length, dtype=bool) if mask is None else np.array(mask, dtype=bool)
@@ -72,10 +71,20 @@ def _text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer
     loses = bool(scored[left_out].any())
     scored[left_out] = False
     num_bytes = int(tokenizer.piece_bytes[tokens[scored].astype(np.int64)].sum())
-    if are_words or loses:
-        return int(scored.sum()) if are_words else math.nan, num_bytes
+    if loses and not are_words(tokenizer):
+        return math.nan, num_bytes
     edges = np.flatnonzero(np.diff(scored)) + 1  # borders between scored and unscored tokens
     runs = [
         run for run, is_scored in zip(np.split(tokens, edges), np.split(scored, edges), strict=True) if is_scored[0]
     ]
-    return sum(len(tokenizer.decode(run).split()) for run in runs), num_bytes
+    return sum(count_words(run, tokenizer) for run in runs), num_bytes
+
+
+def count_words(tokens: np.ndarray, tokenizer: Tokenizer) -> int:
+    """Return the number of words of tokens that follow each other."""
+    return len(tokens) if are_words(tokenizer) else len(tokenizer.decode(tokens).split())
+
+
+def are_words(tokenizer: Tokenizer) -> bool:
+    """Return whether every token is a word."""
+    return tokenizer.kind == WordTokenizer.kind

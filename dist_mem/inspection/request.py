@@ -14,8 +14,11 @@ from dist_mem.data.documents import Document, Documents
 from dist_mem.data.mixture import source_names, source_settings
 from dist_mem.data.plan import cut_lengths
 from dist_mem.data.shard import Index
+from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError
+from dist_mem.evaluation.document_sizes import count_words, text_size
 from dist_mem.evaluation.report_names import digest_part
+from dist_mem.evaluation.split_layout import Extent
 from dist_mem.evaluation.trained_model import (
     Checkpoint,
     TrainedModel,
@@ -55,6 +58,7 @@ class InspectionSubject(NamedTuple):
     document: Document
     title: str
     name: str  # for names of files
+    num_words: int  # as `dist-mem evaluate` counts those of the document
 
 
 def request_of(options: argparse.Namespace, *, with_colour: bool) -> InspectionRequest:
@@ -98,12 +102,13 @@ def open_subject(request: InspectionRequest, found: Checkpoint, world: World, te
         split = request.split or config.eval.split
         refresh(config.data, [split])
         trained = open_model(found, config, tokenizer_of_data(found, config.data), world.device)
-        document, title = open_book(config.data, config.eval, split, request.book, bos_id=trained.tokenizer.bos_id)
-        return InspectionSubject(trained, document, title, f"{split}-{request.book}")
+        document, title, num_words = open_book(config.data, config.eval, split, request.book, trained.tokenizer)
+        return InspectionSubject(trained, document, title, f"{split}-{request.book}", num_words)
     assert request.text is not None and text is not None
     trained = open_model(found, config, tokenizer_of_checkpoint(found), world.device)
     document = text_document(trained, text).part(0, config.eval.max_document_len or 2**62)
-    return InspectionSubject(trained, document, str(request.text), f"text-{request.text.stem}_{digest_part(text)}")
+    name, num_words = f"text-{request.text.stem}_{digest_part(text)}", count_words(document.tokens, trained.tokenizer)
+    return InspectionSubject(trained, document, str(request.text), name, num_words)
 
 
 def settings_of(request: InspectionRequest, found: Checkpoint) -> Config:
@@ -118,8 +123,10 @@ def open_other(request: InspectionRequest, found: Checkpoint, world: World) -> T
     return open_model(found, config, tokenizer_of_checkpoint(found), world.device)
 
 
-def open_book(data: DataConfig, eval_config: EvalConfig, split: str, book: str, *, bos_id: int) -> tuple[Document, str]:
-    """Return a document of a split by its id, and its title, with the source if data.path does not have it.
+def open_book(
+    data: DataConfig, eval_config: EvalConfig, split: str, book: str, tokenizer: Tokenizer
+) -> tuple[Document, str, int]:
+    """Return a document of a split by its id, its title, with the source if data.path does not have it, and its words.
 
     Raises:
         UnusableError: there is none, several sources of a mixture have one, or it is empty.
@@ -139,7 +146,8 @@ def open_book(data: DataConfig, eval_config: EvalConfig, split: str, book: str, 
     if not lengths[number]:
         raise UnusableError(f"--book {book}: this document of {index.split_dir} has no tokens; give another one")
     title = f"{index.documents[number].title}{f' ({source})' if source else ''}"
-    return Documents(index, lengths, bos_id=bos_id).open(number), title
+    document = Documents(index, lengths, bos_id=tokenizer.bos_id).open(number)
+    return document, title, int(text_size(index, number, Extent(lengths), tokenizer)[0])
 
 
 def _in_sources(data: DataConfig, split: str, book: str) -> dict[str, Index]:

@@ -115,7 +115,7 @@ def test_every_name_of_a_document_has_a_file_of_its_own_however_long() -> None:
     request = InspectionRequest(Path("run"), Path("/" + "\u66f8" * 85))
 
     def file_of(name: str) -> str:
-        subject = InspectionSubject(*[None] * 3, name)  # type: ignore[arg-type, call-arg]
+        subject = InspectionSubject(*[None] * 3, name, 0)  # type: ignore[arg-type, call-arg]
         return inspect_document._file_name(request, subject, 3, "books_123456-M640")
 
     assert len({file_of(name) for name in names}) == len(names)

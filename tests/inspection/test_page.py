@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from dist_mem.__main__ import main
 from dist_mem.config import load_config, save_config
-from dist_mem.data.shard import write_split
+from dist_mem.data.shard import TokenizedDocument, write_split
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.registry import KINDS, save_tokenizer
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.evaluation.scores import perplexity
 from dist_mem.evaluation.trained_model import load_model
@@ -35,6 +37,7 @@ from tests.support.saved_reports import save_report
 from tests.support.scored_library import TOKENIZER, make_document
 from tests.support.terminals import HOSTILE as TERMINAL
 from tests.support.terminals import steering
+from tests.support.tokenizer_kinds import MAKE
 from tests.support.tracked import config_for, job
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -173,6 +176,21 @@ def test_cards_name_the_model_and_what_its_memory_is_worth(run_dir: Path, librar
     assert "word perplexity of this book" in cards_of(page_of(run_dir, other, *BOOK))
 
 
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.core] * (not KINDS[kind].keeps_text)) for kind in KINDS]
+)
+def test_the_word_perplexity_of_a_book_is_that_of_its_evaluation(kind: str, tmp_path: Path) -> None:
+    """Line ends are words of a vocabulary of words; the pieces of others are not the text, as BERT's."""
+    text = "It rained all day long, \u4e2d\u6587\nand nobody was walking.\n\n" * 2
+    tokenizer, data = MAKE[kind](text), tmp_path / "data"
+    document = TokenizedDocument("a", "A", None, len(text.split()), len(text.encode()), tokenizer.encode(text))
+    save_tokenizer(tokenizer, data)
+    write_split([document], data / "test", name="tiny", split="test", tokenizer_fingerprint=tokenizer.fingerprint)
+    run = open_run(tmp_path, data, MEMORIES["none"], tokenizer)
+    figure, _ = cards_of(page_of(run, "--book", "a", "--split", "test"))["word perplexity of this book"]
+    assert figure.startswith(f"{digits(asked(run).word_perplexity)} against ")
+
+
 def test_a_token_has_one_number_in_the_terminal_the_file_and_the_page(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,9 +294,9 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_read(
         said(capsys.readouterr().err, path, "-o FILE")
 
 
-def open_run(folder: Path, library: Path, memory: dict[str, Any]) -> Path:
+def open_run(folder: Path, library: Path, memory: dict[str, Any], tokenizer: Tokenizer = TOKENIZER) -> Path:
     """A run whose config.yaml lies where a training leaves it."""
-    made, _ = make_run(folder, library, memory)
+    made, _ = make_run(folder, library, memory, tokenizer)
     (made / "config.yaml").write_text(next(made.glob("checkpoints/*/config.yaml")).read_text())
     return made
 

@@ -27,4 +27,4 @@ def make_book(num_tokens: int, *, num_layers: int = 1, seg_len: int = 16) -> Pag
     tokens = np.random.default_rng(3).integers(0, len(PIECES), num_tokens).astype(np.uint16)
     layers = tuple({"memory": look()} for _ in range(num_layers))
     reading = DocumentReading(Document(0, tokens, None, None), [], nll, without, without, None, None, None, layers)
-    return PageBook("A book", "run", PIECES, reading, None, np.arange(0, num_tokens, seg_len))
+    return PageBook("A book", "run", PIECES, reading, None, np.arange(0, num_tokens, seg_len), num_tokens)

@@ -7,6 +7,7 @@ import torch
 
 from dist_mem.block import model_spec
 from dist_mem.config import change_config
+from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
@@ -33,12 +34,14 @@ def config_with(memory: dict[str, Any], **blocks: Any) -> Any:
     return change_config(config, {"memory": memory})  # in place of the other one, not merged with it
 
 
-def make_run(folder: Path, library: Path, memory: dict[str, Any], **options: Any) -> tuple[Path, MemoryLM]:
+def make_run(
+    folder: Path, library: Path, memory: dict[str, Any], tokenizer: Tokenizer = TOKENIZER, **options: Any
+) -> tuple[Path, MemoryLM]:
     """A run with that memory, and those options of the model, saved at step 3, and its model."""
     config = config_with(memory, data={"path": str(library)}, model={"init_std": 0.3, **options})
     torch.manual_seed(0)
-    model = MemoryLM(model_spec(config, TOKENIZER.vocab_size)).eval()
-    save_weights(folder / "run", model, config, step=3)
+    model = MemoryLM(model_spec(config, tokenizer.vocab_size)).eval()
+    save_weights(folder / "run", model, config, step=3, tokenizer=tokenizer)
     return folder / "run", model
 
 

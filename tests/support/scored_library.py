@@ -89,7 +89,7 @@ def make_model() -> MemoryLM:
     return model.eval()
 
 
-def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int) -> Path:
+def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int, tokenizer: Tokenizer = TOKENIZER) -> Path:
     """Write the part of a checkpoint that evaluation reads, of one rank."""
     directory = step_dir(run_dir, step)
     (directory / rank_file(0)).parent.mkdir(parents=True)
@@ -99,9 +99,9 @@ def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int) -> P
     save_file(tensors_of_file({"engine": engine_tensors(slices)}), directory / rank_file(0))
     (directory / ENGINE_JSON).write_text(json.dumps(engine_index(facts, [engine_ranges(slices, facts["shapes"])])))
     save_config(config, directory / "config.yaml")
-    save_tokenizer(TOKENIZER, directory / TOKENIZER_DIR)
+    save_tokenizer(tokenizer, directory / TOKENIZER_DIR)
     files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
-    described = {**FACTS, "step": step, "tokenizer_fingerprint": TOKENIZER.fingerprint, "files": files}
+    described = {**FACTS, "step": step, "tokenizer_fingerprint": tokenizer.fingerprint, "files": files}
     write_manifest(directory, described)
     return directory
 

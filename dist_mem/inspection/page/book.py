@@ -36,6 +36,7 @@ class PageBook(NamedTuple):
     reading: DocumentReading
     removed: Counterfactual | None  # None: no passage was removed
     borders: np.ndarray  # (segments,) position of each segment's first token
+    num_words: int  # as `InspectionSubject.num_words`
     other: str | None = None  # label of the run of `reading.other`
     not_removed: str | None = None  # why passages could not be removed; None: they could, or nobody asked
 

@@ -71,7 +71,7 @@ def _words(book: PageBook) -> tuple[int, str]:
     """Return the number of words of a book that is scored from its first word to its last, else that of its tokens."""
     is_scored = ~book.reading.nll.isnan()
     if bool(is_scored.all()):
-        return len("".join(book.reading.pieces).split()), "word"
+        return book.num_words, "word"
     return int(is_scored.sum()), "token"
 
 

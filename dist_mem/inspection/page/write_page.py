@@ -102,7 +102,7 @@ def _book(
     found = checkpoints[0]
     config = settings_of(asked, found)
     use_threads(config.train)
-    trained, document, title, _ = open_subject(asked, found, world, text)
+    trained, document, title, _, num_words = open_subject(asked, found, world, text)
     other = open_other(asked, checkpoints[1], world) if asked.against else None
     for model in (trained, other):
         if model is not None:
@@ -118,6 +118,7 @@ def _book(
         reading,
         remove_passages(trained, document, most=asked.passages) if asked.passages and not_removed is None else None,
         segment_starts(len(document.tokens), seg_len=trained.config.train.seg_len, cut=config.data.cut),
+        num_words,
         labels[1] if other is not None else None,
         not_removed,
     )
