@@ -88,10 +88,12 @@ class ProgressLines(Sink):
 
     def __init__(self, *, total_steps: int, first_step: int, every: int, stream: TextIO | None = None) -> None:
         self._total_steps = total_steps
-        self._first_step = first_step
         self._every = every
         self._stream = stream or sys.stderr
-        self._started = time.monotonic()
+        self.rewind(first_step)
+
+    def rewind(self, step: int) -> None:
+        self._first_step, self._started = step, time.monotonic()  # whose speed the time left is of
 
     def log(self, point: Point) -> None:
         if LOSS not in point.metrics:

@@ -3,6 +3,7 @@
 import io
 import math
 import sys
+import time
 
 import pytest
 
@@ -26,6 +27,20 @@ def test_plain_lines_tell_loss_perplexity_speed_and_time_left() -> None:
     assert "loss 800.0000  ppl      n/a" in no_figure
     assert evaluation == "step 100: validation  word ppl 99.50  bits/byte 1.25"
     assert diverged == "step 100: test  loss n/a  ppl 2.70e+43  memory gain n/a"
+
+
+def test_the_time_left_after_a_rollback_is_that_of_the_steps_made_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes a second: a rollback of 500 steps doubled the time left, and one before the start made it days."""
+    now, stream = 0.0, io.StringIO()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    lines = ProgressLines(total_steps=2000, first_step=600, every=10, stream=stream)
+    for first, last in ((600, 1000), (500, 800)):
+        lines.rewind(first)
+        for step in range(first + 10, last + 1, 10):
+            now += 10.0
+            lines.log(Point(step, now, {"loss": 2.0}))
+            minutes, seconds = divmod(2000 - step, 60)
+            assert stream.getvalue().splitlines()[-1].endswith(f"eta 0:{minutes:02}:{seconds:02}")
 
 
 def test_bar_shows_the_logged_step_and_messages_do_not_break_it() -> None:
