@@ -71,6 +71,7 @@ class Meter:
         self._lane_segments = lane_segments_per_update
         self._utilisation = utilisation
         self._paused_seconds = 0.0
+        self._paused_at: float | None = None  # in seconds of `training_seconds`, which does not go on
         self.load(saved or {})
 
     def load(self, saved: Mapping[str, float]) -> None:
@@ -79,43 +80,43 @@ class Meter:
         self._logs = {name: metric for name, metric in saved.items() if name.startswith(LOGGED)}
         self._steps = saved.get("steps", 0.0)
         self._trained = saved.get("trained", self._steps)
-        self._waited = saved.get("waited", 0.0)
-        self._saved_seconds = saved.get("seconds", 0.0)
+        self._saved_times = saved.get("seconds", 0.0), saved.get("waited", 0.0)
         self.begin()
         self._epoch = 0.0  # of the last update
         self._noted: dict[str, float] = {}
 
     def begin(self) -> None:
         """Start the clock: what was done since the meter was made or loaded is no training."""
-        self._began = time.perf_counter() - self._saved_seconds
+        seconds, self._waited = self._saved_times
+        self._began = self.training_seconds() - seconds
 
     def state(self) -> dict[str, float]:
         """Return the state to save in a checkpoint; JSON preserves it exactly."""
-        seconds = time.perf_counter() - self._began
+        seconds = self.training_seconds() - self._began
         others = {"steps": self._steps, "trained": self._trained, "waited": self._waited, "seconds": seconds}
         return {**self._totals._asdict(), **self._logs, **others}
 
     def time_next(self, updates: Iterator[Update]) -> Update:
         """Return the next update; `data_wait_share` reports the time spent waiting for it."""
-        began = time.perf_counter()
+        began = self.training_seconds()
         update = next(updates)
-        self._waited += time.perf_counter() - began
+        self._waited += self.training_seconds() - began
         return update
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Exclude the time spent in the context, for example on a save or an evaluation, from the training time."""
-        began = time.perf_counter()
+        outer, at = self._paused_at, self.training_seconds()
+        self._paused_at = at
         try:
             yield
         finally:
-            seconds = time.perf_counter() - began
-            self._began += seconds
-            self._paused_seconds += seconds
+            self._paused_at = outer
+            self._paused_seconds = time.perf_counter() - at
 
     def training_seconds(self) -> float:
         """Return the time of a clock that stops while the meter is paused."""
-        return time.perf_counter() - self._paused_seconds
+        return time.perf_counter() - self._paused_seconds if self._paused_at is None else self._paused_at
 
     def add(self, totals: Totals, *, epoch: float, logs: Mapping[str, float] = MappingProxyType({})) -> None:
         """Count one update; `epoch` is `Update.epoch`, `logs` are `Outcome.logs`."""
@@ -137,7 +138,7 @@ class Meter:
         start of the run. `peak_memory_gb` is that of this process, unless the metric of another one is noted. Metrics
         logged by memories are averaged over blocks and over all lanes that read something since the last point.
         """
-        seconds, totals = time.perf_counter() - self._began, self._totals
+        seconds, totals = self.training_seconds() - self._began, self._totals
         loss = totals.nll / totals.num_scored if totals.num_scored else math.nan
         metrics = {
             "loss": loss,

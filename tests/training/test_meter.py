@@ -100,6 +100,28 @@ def test_waiting_for_data_is_a_share_of_the_time(clock: Clock) -> None:
     assert meter.read(Gradients())["data_wait_share"] == 0.25
 
 
+def test_what_passes_before_the_first_update_or_in_a_pause_is_in_no_figure(clock: Clock) -> None:
+    """The fetch of the first segments was a share of 4.95; a save was saved with the wait for the one before it."""
+
+    def slow() -> Iterator[Any]:
+        while True:
+            clock.now += 32.0
+            yield "update"
+
+    for saved in ({}, {"waited": 1.0, "seconds": 2.0}):
+        meter, reader = Meter(lane_segments_per_update=1, saved=saved), slow()
+        meter.time_next(reader)
+        meter.begin()
+        clock.now += 1.0
+        before = meter.state()
+        with meter.pause(), meter.pause():
+            meter.time_next(reader)
+            assert meter.state() == before
+        assert meter.state() == before
+        assert (before["waited"], before["seconds"]) == (saved.get("waited", 0.0), saved.get("seconds", 0.0) + 1.0)
+        assert meter.read(Gradients())["data_wait_share"] == before["waited"] / before["seconds"]
+
+
 def test_reading_counts_tokens_that_are_not_scored(clock: Clock) -> None:
     """Of 30 tokens read in 2 s, 20 have a backward and 10 are scored: 10 x 2 + 20 x 6 FLOPs of 100 in a second."""
     meter = Meter(lane_segments_per_update=1, utilisation=Utilisation(Flops(2, 6), 100.0))
