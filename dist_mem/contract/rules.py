@@ -165,6 +165,10 @@ def padding_changes_no_real_token(subject: CheckedMemory) -> None:
     require_same(one.state, other.state, "the content of the padding is remembered")
     for name, loss in one.aux.items():
         require(torch.equal(loss, other.aux[name]), f"the content of the padding changes the loss {name}")
+    is_read = valid_len > 0  # others are left out of the mean, and may have no value
+    for name, metric in one.logs.items():
+        is_same = torch.equal(metric[is_read], other.logs[name][is_read])
+        require(is_same, f"the content of the padding changes the value logged as {name}")
 
 
 def lanes_are_independent(subject: CheckedMemory) -> None:

@@ -183,8 +183,10 @@ class AssociativeMemory(Inspectable):
         segment = x[:, : x.shape[1] - self.num_after].detach()
         everything = Evicted(segment, torch.ones_like(valid_len, dtype=torch.bool))
         query = below.query[:, :, : segment.shape[1]]
-        share = found.detach().float().norm(dim=-1) / x.detach().float().norm(dim=-1).clamp(min=1e-12)
-        logs = {"read": share.mean(dim=1)}
+        read = found[:, : segment.shape[1]].detach()
+        share = read.float().norm(dim=-1) / segment.float().norm(dim=-1).clamp(min=1e-12)
+        is_real = torch.arange(segment.shape[1], device=x.device) < valid_len[:, None]
+        logs = {"read": (share * is_real).sum(dim=1) / valid_len.clamp(min=1)}
         return MemoryOutput(
             found + below.y, ArmtState(matrix, state.pending, state.has_pending), {}, query, everything, logs
         )

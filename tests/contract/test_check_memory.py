@@ -23,6 +23,7 @@ EXAMPLE = EXAMPLES / "averages.py"
 PLANTED = {
     "FutureLeak": "no output depends on a later token",
     "PaddingLeak": "padding changes no real token",
+    "LoggedPadding": "padding changes no real token",
     "CountsRows": "fewer rows give real tokens the same outputs",
     "StepsWithoutMemory": "further rows are those of the whole segment",
     "StepsInOneLane": "further rows are those of the whole segment",

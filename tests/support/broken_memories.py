@@ -22,6 +22,11 @@ class PaddingLeak(TransformerXL):
         return super().forward(x, state, valid_len)._replace(aux={"size": x.square().mean((1, 2))})
 
 
+class LoggedPadding(TransformerXL):
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
+        return super().forward(x, state, valid_len)._replace(logs={"size": x.detach().square().mean((1, 2))})
+
+
 class MutatedState(TransformerXL):
     def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         state.hidden.mul_(0.5)
