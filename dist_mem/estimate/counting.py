@@ -196,8 +196,11 @@ def flops_per_token(spec: ModelSpec, *, num_lanes: int | None = None) -> Flops:
 def operations_per_token(spec: ModelSpec, *, num_lanes: int | None = None) -> Operations:
     """Count the operations of a token in one complete segment of every lane, with full memories.
 
-    They are those of torch's operators, also where a device has kernels of its own. No target is in a later bin of an
-    adaptive vocabulary: their number depends on the data. The optimizer's are not among them.
+    They are those of torch's operators, also where a device has kernels of its own. The segment begins with a constant
+    state: a backward through carried states (`train.bptt_segments`) is not counted, up to 8 % of a training in
+    docs/log/2026-12-02-flops-through-carried-states-are-not-counted.md. To count it would change the number of updates
+    that budgets give, and so the cells that are kept. No target is in a later bin of an adaptive vocabulary: their
+    number depends on the data. The optimizer's are not among them.
 
     Args:
         num_lanes: of a forward pass, which share some operations; None: `train.micro_batch_size`.
