@@ -135,9 +135,9 @@ def _without_own_metrics(point: RecordedPoint, found: RecomputedStep) -> Recorde
 def _comparable_metrics(point: RecordedPoint, found: RecomputedStep) -> list[str]:
     """Return the names of the metrics that follow from the updates, without measurements of the machine.
 
-    After a step that was only read, the run logs norm and rate of an update before its rollback.
+    Older versions logged norm and rate of an earlier update after one that was only read.
     """
-    left_out = MEASUREMENTS | (_OF_UPDATE if point.last <= found.first_trained else frozenset())
+    left_out = MEASUREMENTS | (_OF_UPDATE - found.points.get(point.last, {}).keys())
     return [name for name in point.metrics if name not in left_out]
 
 

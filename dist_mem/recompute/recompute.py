@@ -44,10 +44,9 @@ class RecomputedStep(NamedTuple):
 
     points: dict[int, dict[str, float]]  # metrics by step, of all points that the run logs on the way
     loss: float  # of the step alone, nats per token; nan if its update was rejected
-    gradient_norm: float
+    gradient_norm: float  # nan if its update was only read
     lanes: list[LaneLoss]  # by lane, without idle lanes
     messages: list[str]  # of divergences
-    first_trained: int  # steps up to this one were only read, after a rollback
 
 
 def choose_start(run_dir: Path, parts: Sequence[RunPart], step: int, world: World) -> ResumeChoice | None:
@@ -122,15 +121,17 @@ def recompute(
         messages += [outcome.decision.message] if outcome.decision else []
         if outcome.flags.stop:
             reporting.failure.raise_on_all_ranks()
-        reporting.meter.add(outcome.totals, epoch=feed.update.epoch, logs=outcome.logs)
+        reporting.meter.add(
+            outcome.totals, epoch=feed.update.epoch, logs=outcome.logs, is_read_only=outcome.is_read_only
+        )
         if made == step and outcome.decision is None:
-            gradient_norm = context.engine.gradient_norm()
+            gradient_norm = math.nan if outcome.is_read_only else context.engine.gradient_norm()
             loss = outcome.totals.nll / feed.num_scored if feed.num_scored else math.nan
         if reporting.due(made):
             reporting.meter.note(feed.use_of_sources(made))
             points[made] = reporting.meter.read(context.engine)
         feed.advance(outcome.next_scored)
-    return RecomputedStep(points, loss, gradient_norm, lanes, messages, context.divergence.first_trained)
+    return RecomputedStep(points, loss, gradient_norm, lanes, messages)
 
 
 def _lane_losses(context: Context, update: Update, rows: Sequence[Tensor]) -> list[LaneLoss]:

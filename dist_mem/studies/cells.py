@@ -7,7 +7,7 @@ sittings and machines, since a call takes over the finished cells of that folder
 
     {"format_version": 1, "definition": {"train.seed": 0, "memory.kind": "none", "data/train": "4f2a...", ...},
      "results": {"perplexity": {"value": 4.0, "step": 100, "report": "test"}}, "reports": {"test": {...}},
-     "curve": [[step, loss, learning rate], ...], "evaluations": [[step, bits per byte], ...],
+     "curve": [[step, loss, learning rate or null], ...], "evaluations": [[step, bits per byte], ...],
      "made": {"tokens_per_second": 9000.0, "date": "2026-11-26", ...}}
 """
 
@@ -143,7 +143,7 @@ def finish(run: CellRun, **made: Any) -> None:
     """Add to a cell how its training went, from its log, and `made`: where and when."""
     points = read_points(run.directory / METRICS_FILE)
     curve = [
-        [point.step, *(point.metrics[name] for name in ("loss", "lr"))] for point in points if "loss" in point.metrics
+        [point.step, point.metrics["loss"], point.metrics.get("lr")] for point in points if "loss" in point.metrics
     ]
     evaluations = [
         [point.step, value] for point in points for name, value in point.metrics.items() if name.endswith(_SCORE)

@@ -82,7 +82,7 @@ class Meter:
         self._trained = saved.get("trained", self._steps)
         self._saved_times = saved.get("seconds", 0.0), saved.get("waited", 0.0)
         self.begin()
-        self._epoch = 0.0  # of the last update
+        self._epoch, self._is_read_only = 0.0, True  # of the last update
         self._noted: dict[str, float] = {}
 
     def begin(self) -> None:
@@ -118,14 +118,21 @@ class Meter:
         """Return the time of a clock that stops while the meter is paused."""
         return time.perf_counter() - self._paused_seconds if self._paused_at is None else self._paused_at
 
-    def add(self, totals: Totals, *, epoch: float, logs: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Count one update; `epoch` is `Update.epoch`, `logs` are `Outcome.logs`."""
+    def add(
+        self,
+        totals: Totals,
+        *,
+        epoch: float,
+        logs: Mapping[str, float] = MappingProxyType({}),
+        is_read_only: bool = False,
+    ) -> None:
+        """Count one update; `epoch` is `Update.epoch`, `logs` and `is_read_only` are those of `Outcome`."""
         for name, metric in logs.items():
             self._logs[LOGGED + name] = self._logs.get(LOGGED + name, 0.0) + metric
         self._totals = Totals(*map(sum, zip(self._totals, totals, strict=True)))
         self._steps += 1
         self._trained += any(totals._replace(documents=0.0, documents_skipped=0.0))  # nothing in a skipped update
-        self._epoch = epoch
+        self._epoch, self._is_read_only = epoch, is_read_only
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Add metrics that are not measured in every step to the next point; later values replace earlier ones."""
@@ -147,8 +154,6 @@ class Meter:
             "tokens_read_per_second": totals.num_tokens / seconds,
             "step_seconds": seconds / max(1.0, self._steps),
             "data_wait_share": self._waited / seconds,
-            "grad_norm": engine.gradient_norm(),
-            "lr": engine.lr,
             "epoch": self._epoch,
             "documents": totals.documents,
             "documents_skipped": totals.documents_skipped,
@@ -158,8 +163,10 @@ class Meter:
         if self._utilisation is not None:
             counts = {"num_tokens": totals.num_tokens, "num_learned": totals.num_learned}
             metrics["mfu"] = self._utilisation.share(**counts, seconds=seconds)
-        if norms := engine.gradient_norms():
-            metrics |= {"grad_norm_model": norms.model, "grad_norm_aux": norms.auxiliary}
+        if not self._is_read_only:
+            metrics |= {"grad_norm": engine.gradient_norm(), "lr": engine.lr}
+            if norms := engine.gradient_norms():
+                metrics |= {"grad_norm_model": norms.model, "grad_norm_aux": norms.auxiliary}
         if totals.num_recall:
             metrics["recall_perplexity"] = exponential(totals.recall_nll / totals.num_recall)
         if totals.aux:

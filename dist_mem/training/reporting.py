@@ -60,7 +60,7 @@ class Reporting:
             return
         if outcome.overflows:
             self.tracker.message(f"step {step}: {outcome.overflows} fp16 overflows; the loss scale is smaller now")
-        self.meter.add(outcome.totals, epoch=epoch, logs=outcome.logs)
+        self.meter.add(outcome.totals, epoch=epoch, logs=outcome.logs, is_read_only=outcome.is_read_only)
         slots, num_ranks = list(outcome.slots), self.world.size
         if self.due(step):
             self.meter.note({"peak_memory_gb": max(slots[-num_ranks:])})

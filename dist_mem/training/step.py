@@ -63,6 +63,7 @@ class Outcome(NamedTuple):
     logs: Mapping[str, float] = MappingProxyType({})  # of memories, summed over `totals.num_read`; as `totals`
     overflows: int = 0  # fp16: repetitions of the same segments, each with a smaller loss scale
     is_made: bool = True  # False: a stop ended the repetitions, and nothing has changed
+    is_read_only: bool = False  # without a gradient: the engine still has norm and rate of an earlier update
 
 
 def accumulate_gradients(
@@ -237,7 +238,9 @@ def train_step(
     totals, logs = agreed.totals, agreed.logs
     if trouble:  # report only metrics of trained tokens
         totals, logs = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped), {}
-    return state, Outcome(agreed.flags, totals, agreed.next_scored, decision, agreed.slots, logs, overflows)
+    return state, Outcome(
+        agreed.flags, totals, agreed.next_scored, decision, agreed.slots, logs, overflows, is_read_only=not trains
+    )
 
 
 def _apply(

@@ -47,18 +47,25 @@ def test_update_without_targets_moves_memory_and_cursors_only(rank_pool: Pools, 
     assert rank_pool(2).run(one_update_without_targets, stage) == [expected] * 2
 
 
-def metrics_of_first_silent_update(world: World, stage: int) -> dict[str, float]:
+def metrics_of_a_silent_update(world: World, stage: int) -> list[dict[str, float]]:
+    """After one that was made."""
     job = tiny_job(tiny_config(), world, stage=stage)
     update = update_of_rank(job.config, world, step=0)
     silent = [batch._replace(targets=torch.full_like(batch.targets, IGNORE)) for batch in update.batches]
-    job.train(update._replace(batches=silent, scored=[0, 0]), [0, 0])
-    return Meter(lane_segments_per_update=8).read(job.engine)
+    meter, points = Meter(lane_segments_per_update=8), []
+    for read in (update, update._replace(batches=silent, scored=[0, 0])):
+        outcome = job.train(read, read.scored)
+        meter.add(outcome.totals, epoch=0.0, is_read_only=outcome.is_read_only)
+        points.append(meter.read(job.engine))
+    return points
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_first_update_without_targets_can_be_logged(rank_pool: Pools, stage: int) -> None:
-    (found,) = rank_pool(1).run(metrics_of_first_silent_update, stage)
-    assert found["grad_norm"] != found["grad_norm"]  # nan: there was none
+def test_an_update_that_is_only_read_has_no_norm_and_no_rate(rank_pool: Pools, stage: int) -> None:
+    """Those of the update before it were logged; at the start, the peak rate before a warmup."""
+    ((made, read),) = rank_pool(1).run(metrics_of_a_silent_update, stage)
+    assert made["lr"] == 0.5 and made["grad_norm"] > 0.0
+    assert made.keys() - read.keys() == {"grad_norm", "lr"}
 
 
 def fp16_steps(world: World, initial_scale_power: int) -> tuple[list[float], list[bool], dict[str, Tensor]]:
