@@ -9,7 +9,7 @@ from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, BytePairTokenizer
 from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer
 from dist_mem.evaluation.report_names import join_parts, list_reports
 from dist_mem.evaluation.scores import Report, format_metric, read_report
-from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel, name_data_of
+from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel, name_data_of, tokens_read_by
 from dist_mem.runtime import markdown
 
 _FRONT = """---
@@ -33,7 +33,7 @@ dist-mem evaluate {name} --split test data.path=FOLDER
 
 ## Data
 
-The run `{run}` read at most {num_tokens:,} tokens in {step} steps. {data}
+The run `{run}` {read}. {data}
 
 ## Metrics
 
@@ -83,13 +83,14 @@ def card(trained: TrainedModel, config: Config, name: str, *, layout: str) -> st
         config: without places of the training machine.
         layout: dist_mem or transformers.
     """
-    manifest, train = trained.checkpoint.manifest, config.train
+    manifest, num_tokens = trained.checkpoint.manifest, tokens_read_by(trained.checkpoint)
+    step = manifest["step"]
     is_hub = layout == "transformers"
     bos = "" if config.data.blocks else _missing_bos(trained.tokenizer, config.model.kind)
     commit = manifest.get("commit")
     text = _CARD.format(
         name=name,
-        step=manifest["step"],
+        step=step,
         memory=describe_memory(config.memory),
         num_layers=config.model.num_layers,
         d_model=config.model.d_model,
@@ -97,10 +98,10 @@ def card(trained: TrainedModel, config: Config, name: str, *, layout: str) -> st
         precision=trained.config.eval.precision,
         vocab_size=trained.tokenizer.vocab_size,
         tokenizer=trained.tokenizer.kind,
-        seg_len=train.seg_len,
+        seg_len=config.train.seg_len,
         loading=(_TRANSFORMERS if is_hub else _DIST_MEM).format(name=name, bos=bos),
         run=config.name,
-        num_tokens=manifest["step"] * train.global_batch_size * train.seg_len * train.segments_per_update,
+        read=f"made {step} steps" if num_tokens is None else f"read {num_tokens:,} tokens in {step} steps",
         data=_data(trained.checkpoint),
         metrics=_metrics(trained.checkpoint),
         code=f"The checkpoint was written by commit `{commit}`." if commit else "The commit is not known.",

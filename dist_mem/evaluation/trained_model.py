@@ -170,6 +170,12 @@ def name_data_of(checkpoint: Checkpoint) -> str | None:
     return name_training_data(with_ends(hidden, manifest.get("stage_ends", ())), manifest["step"], parts)
 
 
+def tokens_read_by(checkpoint: Checkpoint) -> int | None:
+    """Return how many tokens the training read, without skipped updates; None of an export or an older version."""
+    found = checkpoint.manifest.get("meter", {}).get("tokens_read")
+    return None if found is None else int(found)
+
+
 def tokenizer_of_checkpoint(checkpoint: Checkpoint) -> Tokenizer:
     """Return the tokenizer in a checkpoint or an export."""
     in_folder = f"{TOKENIZER_DIR}/{JSON_NAME}" in checkpoint.manifest["files"]  # not in an export for dist_mem

@@ -80,6 +80,7 @@ class Meter:
         self._logs = {name: metric for name, metric in saved.items() if name.startswith(LOGGED)}
         self._steps = saved.get("steps", 0.0)
         self._trained = saved.get("trained", self._steps)
+        self._tokens_read = saved.get("tokens_read", None if saved else 0.0)  # None: not saved by an older version
         self._saved_times = saved.get("seconds", 0.0), saved.get("waited", 0.0)
         self.begin()
         self._epoch, self._is_read_only = 0.0, True  # of the last update
@@ -94,7 +95,8 @@ class Meter:
         """Return the state to save in a checkpoint; JSON preserves it exactly."""
         seconds = self.training_seconds() - self._began
         others = {"steps": self._steps, "trained": self._trained, "waited": self._waited, "seconds": seconds}
-        return {**self._totals._asdict(), **self._logs, **others}
+        since_start = {} if self._tokens_read is None else {"tokens_read": self._tokens_read}
+        return {**self._totals._asdict(), **self._logs, **others, **since_start}
 
     def time_next(self, updates: Iterator[Update]) -> Update:
         """Return the next update; `data_wait_share` reports the time spent waiting for it."""
@@ -130,6 +132,8 @@ class Meter:
         for name, metric in logs.items():
             self._logs[LOGGED + name] = self._logs.get(LOGGED + name, 0.0) + metric
         self._totals = Totals(*map(sum, zip(self._totals, totals, strict=True)))
+        if self._tokens_read is not None:
+            self._tokens_read += totals.num_tokens
         self._steps += 1
         self._trained += any(totals._replace(documents=0.0, documents_skipped=0.0))  # nothing in a skipped update
         self._epoch, self._is_read_only = epoch, is_read_only

@@ -151,6 +151,7 @@ def test_cards_name_the_model_and_what_its_memory_is_worth(run_dir: Path, librar
     found, total = cards_of(page), book_of(page)["total"]
     assert list(found) == ["memory", "parameters", "training", "word perplexity of this book", "the memory saves"]
     assert found["memory"] == ("transformer_xl", "M = 16, segments of T = 8 tokens")
+    assert found["training"][0] == "96 tokens" and found["training"][1].startswith("3 steps, data ")
     model = load_model(run_dir)
     number = sum(parameter.numel() for parameter in model.model.parameters())
     assert found["parameters"][0] == short_count(number)

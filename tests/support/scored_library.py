@@ -101,7 +101,13 @@ def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int, toke
     save_config(config, directory / "config.yaml")
     save_tokenizer(tokenizer, directory / TOKENIZER_DIR)
     files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
-    described = {**FACTS, "step": step, "tokenizer_fingerprint": tokenizer.fingerprint, "files": files}
+    described = {
+        **FACTS,
+        "meter": {"tokens_read": 96.0},
+        "step": step,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "files": files,
+    }
     write_manifest(directory, described)
     return directory
 

@@ -72,9 +72,13 @@ def test_meter_goes_on_where_its_saved_state_stood(clock: Clock) -> None:
     """The time between two jobs is nobody's."""
     engine = Gradients()
     straight, first = (Meter(lane_segments_per_update=4) for _ in range(2))
+    clock.now += 1.0
+    for meter in (straight, first):
+        meter.add(Totals(num_tokens=30), epoch=0.2)
+        meter.read(engine)
     clock.now += 0.7
     for meter in (straight, first):
-        meter.add(Totals(0.1, 0.7, 0.3, 7, 3, 2, 1, num_read=3), epoch=0.3, logs={"share": 0.7})
+        meter.add(Totals(0.1, 0.7, 0.3, 7, 3, 2, 1, num_read=3, num_tokens=12), epoch=0.3, logs={"share": 0.7})
     saved = json.loads(json.dumps(first.state()))
     second = Meter(lane_segments_per_update=4, saved=saved)
     for meter in (straight, second):
@@ -85,6 +89,8 @@ def test_meter_goes_on_where_its_saved_state_stood(clock: Clock) -> None:
     assert found == expected
     assert expected["step_seconds"] == pytest.approx(0.5)
     assert expected["memory/share"] == pytest.approx(0.225)
+    assert second.state()["tokens_read"] == straight.state()["tokens_read"] == 42, "since the start of the run"
+    assert "tokens_read" not in Meter(lane_segments_per_update=4, saved={"steps": 1.0}).state(), "of an older version"
     clock.now += 1.0
     assert "memory/share" not in straight.read(engine)
 

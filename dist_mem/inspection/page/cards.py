@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dist_mem.config import TrainConfig, load_block
 from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.evaluation.protocol import short_term_len
 from dist_mem.evaluation.scores import perplexity, same_text
-from dist_mem.evaluation.trained_model import TrainedModel, name_data_of
+from dist_mem.evaluation.trained_model import TrainedModel, name_data_of, tokens_read_by
 from dist_mem.inspection.page.book import PageBook
 from dist_mem.inspection.page.markup import Markup, digits, element, short_count
 from dist_mem.inspection.page.tables import EvaluationReport, newest_by_protocol
@@ -42,12 +41,11 @@ def _of_model(trained: TrainedModel) -> Iterator[Card]:
     yield Card("memory", describe_memory(trained.config.memory), f"{remembered}segments of T = {seg_len:,} tokens")
     model, number = trained.config.model, sum(parameter.numel() for parameter in trained.model.parameters())
     yield Card("parameters", short_count(number), f"{model.num_layers} layers of width {model.d_model}")
-    saved = trained.checkpoint.directory / "config.yaml"  # its data may be others than those of this evaluation
-    step, train = trained.checkpoint.manifest["step"], load_block(TrainConfig, "train", [], saved=saved)
-    num_tokens = step * train.global_batch_size * train.seg_len * train.segments_per_update
-    names = name_data_of(trained.checkpoint)
-    data = "" if names is None else f", data {names}"
-    yield Card("training", f"{short_count(num_tokens)} tokens", f"{step:,} steps{data}")
+    num_tokens, names = tokens_read_by(trained.checkpoint), name_data_of(trained.checkpoint)
+    read = [] if num_tokens is None else [f"{short_count(num_tokens)} tokens"]
+    data = [] if names is None else [f"data {names}"]
+    figure, *notes = [*read, f"{trained.checkpoint.manifest['step']:,} steps", *data]
+    yield Card("training", figure, ", ".join(notes))
 
 
 def _perplexities(book: PageBook, evaluations: Sequence[EvaluationReport]) -> Card:
