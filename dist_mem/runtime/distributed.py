@@ -126,13 +126,16 @@ def shut_down(*, agreed: bool) -> None:
     """Leave the process group. Without this call, warm runs abort with SIGABRT after they have succeeded.
 
     Args:
-        agreed: whether all ranks end here, as at a normal end: wait for them. False after an error on this rank alone.
+        agreed: whether all ranks end here, as at a normal end: wait for them. False after an error, which may be of
+            this rank alone: NCCL would not let it go while others are in a collective, so only a rank without others
+            leaves; the end of the process does the rest.
     """
     if not dist.is_initialized():
         return
     if agreed:
         dist.barrier()
-    dist.destroy_process_group()
+    if agreed or dist.get_world_size() == 1:
+        dist.destroy_process_group()
 
 
 @contextmanager

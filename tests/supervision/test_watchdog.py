@@ -144,6 +144,8 @@ def run_disturbed(config: str, what: str) -> int:
             time.sleep(600)
         if what == "a slow first step" and step == 0:
             time.sleep(4)
+        if what == "an error alone" and rank == 1 and step == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return read_ahead(feed)
 
     def agree(agreement: Agreement) -> AgreedUpdate:
@@ -159,6 +161,8 @@ def run_disturbed(config: str, what: str) -> int:
             watched = run.watch
             patch.setattr(run, "watch", lambda run_dir, world, seconds: watched(run_dir, world, 60.0))
         patch.setattr(update, "finish", agree)
+        if what == "an error alone" and rank == 1:  # as NCCL does while another rank is in a collective
+            patch.setattr(dist, "destroy_process_group", lambda: time.sleep(600))
         return main(["train", config])
 
 
@@ -167,6 +171,14 @@ def disturbed(folder: Path, config: Path, what: str, code: int = EXIT_HUNG) -> l
     ended = Ranks(run_disturbed, [(str(config), what)] * 2, folder=folder).finish(patience=20)
     assert ended.codes == [code] * 2, ended.texts
     return ended.texts
+
+
+def test_a_rank_that_fails_alone_shows_its_error_and_ends_before_anybody_is_suspected(
+    tmp_path: Path, books: Path
+) -> None:
+    texts = disturbed(tmp_path, config_of(tmp_path, books, seconds=3), "an error alone", EXIT_FAILED)
+    assert "torch.OutOfMemoryError: CUDA out of memory" in texts[1]
+    assert not (tmp_path / "run" / "hangs").exists() and not (tmp_path / "run" / "slurm").exists()
 
 
 def test_a_rank_that_is_stuck_alone_is_behind_the_others(tmp_path: Path, books: Path) -> None:
