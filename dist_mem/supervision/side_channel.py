@@ -28,6 +28,7 @@ from dist_mem.runtime.terminal import some
 
 _OPEN_SECONDS = 120.0  # for all ranks to connect; a thousand attempts at once may be refused at first
 _LOOK_SECONDS = 0.5  # rank 0 looks whether another rank has failed to connect
+_IDLE_SECONDS = 300  # after which the kernel checks that the other host is there; it gives one up after 11 minutes
 _HELLO_SECONDS = 5.0  # for a rank that has connected to identify itself
 _SECRET_BYTES = 16
 _RANK_BYTES = 4
@@ -61,7 +62,8 @@ class SideChannel:
 
         Args:
             peers: by rank: all others on rank 0, rank 0 on the others.
-            seconds: how long a vote waits for the slowest rank.
+            seconds: how long rank 0 waits in a vote for the slowest rank; the others wait for rank 0 while it is there,
+                or one that gives up would miss a decision that the rest has got.
         """
         self._peers, self._rank, self._size, self._seconds = dict(peers), rank, size, seconds
         self._lost: dict[int, str] = {}  # ranks that take part no more, with the reason
@@ -123,11 +125,9 @@ class SideChannel:
         """Send a value to rank 0 and return its decision."""
         try:
             self._peers[0].send(value)
-            if self._peers[0].poll(self._seconds):
-                return self._peers[0].recv()
+            return self._peers[0].recv()
         except (EOFError, OSError) as error:
             return UnfitError(f"rank 0 has ended, or its connection is cut ({type(error).__name__})")
-        return UnfitError(f"rank 0 has sent nothing for {self._seconds:g} s")
 
     def close(self) -> None:
         """Close this rank's connections."""
@@ -242,5 +242,7 @@ def call(hub: Hub, host: str, rank: int) -> dict[int, Connection]:
 
 def _connection(connected: socket.socket) -> Connection:
     connected.settimeout(None)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(connected.detach())
