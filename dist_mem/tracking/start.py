@@ -4,7 +4,7 @@ Only rank 0 tracks.
 
     tracker = start_tracking(config, run_dir=run_dir, total_steps=1000, first_step=0)
     tracker.log(10, {"loss": 5.1})            # writes a line: tens of microseconds
-    tracker.close("FINISHED")                 # takes at most FLUSH_SECONDS of mlflow/sender.py
+    tracker.close("FINISHED")                 # takes at most FLUSH_SECONDS of mlflow/sender.py; see CLOSE_SECONDS
 
 MLflow may be slow, down or faulty: one thread sends the log, and training neither waits nor stops. Entries that are not
 sent when the job ends are sent by its next start, by `dist-mem track sync`, or by an evaluation. For some stores, see
@@ -106,6 +106,7 @@ def start_tracking(
             sending = choose_sending(config.tracking)
             report(sending.message)
             add(MlflowReader(config.tracking, run_dir, log, sends=sending.is_on, report=report))
+        sinks.sort(key=lambda sink: isinstance(sink, (WandbRun, OwnSink)))  # after those that close at once
         sinks.append(progress)  # last: others report through it until they are closed
         on_failure.pop_all()
     return Tracker(sinks)

@@ -6,6 +6,7 @@ run begins with an entry that supersedes the points past the step that it was re
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,16 @@ from typing import Any, NamedTuple
 from dist_mem.errors import TakenOverError
 from dist_mem.tracking.log import STATUSES, Entry, Log, Point, as_point, find_entries, is_superseded, read_points
 from dist_mem.tracking.names import OF_SYSTEM, in_group
+
+CLOSE_SECONDS = 30.0  # longest wait at the end of a run for a program that is not ours: the other ranks wait too
+
+
+def end_in_time(call: Callable[[], object]) -> bool:
+    """Call this, which handles its errors, in a thread; return whether it has ended after CLOSE_SECONDS."""
+    thread = threading.Thread(target=call, name="end-of-sink", daemon=True)
+    thread.start()
+    thread.join(CLOSE_SECONDS)
+    return not thread.is_alive()
 
 
 class Sink:

@@ -1,15 +1,18 @@
 """Sinks of the user's own files: they get what a run records, add metrics, and stop no training."""
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dist_mem.errors import UnusableError
-from dist_mem.tracking.log import METRICS_FILE, read_points
+from dist_mem.tracking import tracker
+from dist_mem.tracking.log import METRICS_FILE, find_entries, read_points
 from dist_mem.tracking.own_sinks import load_sink, sink_sources
 from dist_mem.tracking.start import check_sinks
+from tests.support.limits import limit
 from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.tracked import config_for, job, start
@@ -97,3 +100,16 @@ def test_an_error_of_a_sink_is_one_line_and_costs_no_point(
     printed = capsys.readouterr().err
     assert printed.count("warning: tracking.sinks: ") == 1 and reason in printed
     assert [point.metrics["loss"] for point in read_points(tmp_path / "run" / METRICS_FILE)] == [2.0, 4.0]
+
+
+def test_a_sink_that_never_closes_delays_the_end_by_a_limit_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker, "CLOSE_SECONDS", 0.1)
+    (tmp_path / "own.py").write_text(f"{BEGIN}pass\n    def close(self, status): __import__('time').sleep(600)\n")
+    began = time.monotonic()
+    job(with_sinks(f"{tmp_path / 'own.py'}:Own"), tmp_path / "run", {1: 2.0}, status="FINISHED")
+    assert time.monotonic() - began < limit(10)
+    assert f"{tmp_path / 'own.py'}:Own: its close has not ended after 0.1 s" in capsys.readouterr().err
+    statuses = [entry.body["status"] for entry in find_entries(tmp_path / "run" / METRICS_FILE, "status")]
+    assert statuses == ["RUNNING", "FINISHED"]
