@@ -24,7 +24,7 @@ from dist_mem.config import Config, ModelConfig, TrainConfig
 from dist_mem.config.schema import BY_SEGMENTS, ParameterGroupConfig
 from dist_mem.memory import build_memory
 from dist_mem.memory.base import LayerSpec, Memory, MemoryState, Opened, Places
-from dist_mem.nn.compilation import compile_once
+from dist_mem.nn.compilation import compile_or_note
 from dist_mem.nn.family import family_of, llama_spec
 from dist_mem.nn.layers import Dropout
 from dist_mem.nn.low_rank import add_low_rank
@@ -103,7 +103,7 @@ class Block(nn.Module):
             return self.rehearse(part, *inputs) if _REHEARSES.get(False) else part(self, *inputs)
         if self.is_compiled:
             self.run_once(part, *inputs)
-            part = compile_once(part)
+            part = compile_or_note(part)
         return checkpoint(part, self, *inputs, use_reentrant=False) if recompute else part(self, *inputs)
 
     @torch.enable_grad()

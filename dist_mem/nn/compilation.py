@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+_ERRORS: ContextVar[list[Exception]] = ContextVar("errors")  # of `note_errors`
 _reports: list[Callable[[], None]] = []  # called before a graph is compiled, which may take a minute
 _MOST_GRAPHS = 64  # of one function; blocks of one structure share theirs, and each other structure has its own
 
@@ -24,6 +26,23 @@ def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     Parameters of modules among its arguments are inputs of the graph, so modules of one structure share one graph.
     """
     return torch.compile(function, fullgraph=True, backend=_inductor)
+
+
+def compile_or_note(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the compiled function. In `note_errors`, one that runs as written once an error is noted."""
+    errors = _ERRORS.get(None)
+    if errors is None:
+        return compile_once(function)
+
+    def run(*inputs: Any) -> Any:
+        if not errors:
+            try:
+                return compile_once(function)(*inputs)
+            except (RuntimeError, OSError) as error:
+                errors.append(error)
+        return function(*inputs)
+
+    return run
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -53,3 +72,19 @@ def compile_ahead() -> Iterator[None]:
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
     ):
         yield
+
+
+@contextmanager
+def note_errors() -> Iterator[list[Exception]]:
+    """Raise the first error of the compiler at the end of the block only; yield the list in which errors are noted.
+
+    So the whole forward runs on every rank: at ZeRO stage 3 the others gather the parameters of all blocks with it.
+    """
+    errors: list[Exception] = []
+    token = _ERRORS.set(errors)
+    try:
+        yield errors
+    finally:
+        _ERRORS.reset(token)
+    if errors:
+        raise errors[0]

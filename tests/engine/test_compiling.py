@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from dist_mem.block import any_compiled, compile_blocks_of
+from dist_mem.block import any_compiled
 from dist_mem.config import change_config
 from dist_mem.engine.compiling import compile_blocks
+from dist_mem.nn import compilation
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.training.compiling import compile_model
@@ -80,22 +81,25 @@ def test_compiled_blocks_train_as_others(rank_pool: Pools, case: str, train: dic
 def left_as_written(world: World, refusing: int, is_wanted: bool | None) -> tuple[list[str], bool, int]:
     """Messages of a start on which the compiler of one rank refuses, whether blocks stay compiled, and steps after."""
 
-    def compiled_or_not(*_: Any, **__: Any) -> None:
-        if world.rank == refusing:
-            raise ValueError("train.compile: no compiler here")
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "no space for code")
 
     config = tiny_config({"train": {**TRAIN, "compile": is_wanted}})
-    job = tiny_job(config, world, stage=2)
-    compile_blocks_of(job.engine.module, True)  # as on a GPU
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dist_mem.training.compiling.compile_blocks", compiled_or_not)
+    # Compiled from the start, as on a GPU. At stage 3 each forward gathers parameters from all ranks.
+    job = tiny_job(change_config(config, {"train.compile": True}), world, stage=3)
+    with without_inductor(), pytest.MonkeyPatch.context() as patch:
+        if world.rank == refusing:
+            patch.setattr(compilation, "_inductor", refuse)
         messages = compile_model(config.train, job.engine, StopSignal([]))
     return messages, any_compiled(job.engine.module), len(run_steps(job, first=0, last=2))
 
 
 @pytest.mark.parametrize("refusing", [0, 1])
 def test_blocks_that_one_compiler_refuses_run_as_written_on_every_rank(rank_pool: Pools, refusing: int) -> None:
-    expected = (["the blocks run without torch.compile: train.compile: no compiler here"], False, 2)
-    assert rank_pool(2).run(left_as_written, refusing, None) == [expected, expected]
-    with pytest.raises(Exception, match="no compiler here"):
+    ended = rank_pool(2).run(left_as_written, refusing, None)
+    assert ended[0] == ended[1]
+    (message,), *rest = ended[0]
+    assert rest == [False, 2]
+    assert message.startswith("the blocks run without torch.compile: train.compile: ") and "no space" in message
+    with pytest.raises(Exception, match="no space for code"):
         rank_pool(2).run(left_as_written, refusing, True)
