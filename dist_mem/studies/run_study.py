@@ -227,19 +227,18 @@ def take_cells(job: StudyCall, report: Callable[[str], None]) -> None:
     """Take over the finished cells of the folder given, and check that all that are there are of this definition.
 
     Raises:
-        UnusableError: one is of another definition, or a training without a cell is.
+        UnusableError: one is of another definition, or a training is.
     """
     definition = cache(partial(_definition, job))
     for item in job.runs:
         if job.cells is not None and take_over(item, job.cells, definition(item)):
             report(f"{item.name}: taken over from {job.cells}")
     for item in with_done(job.study, job.out, job.runs):
+        check_trained(job.study, item, job.extra, definition(item))
         if item.cell.exists():
             define(item, definition(item))
             keep_if_diverged(job, item, report)
             columns_left(job, item)
-        else:
-            check_trained(job.study, item, job.extra, definition(item))
 
 
 def _definition(job: StudyCall, item: CellRun) -> Settings:

@@ -27,6 +27,7 @@ from dist_mem.runtime.processes import own_command
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
 from dist_mem.studies.cells import CellRun, define, finish, give, is_finished, keep_result, read_result
+from dist_mem.studies.definition import Settings
 from dist_mem.studies.runs import (
     check_trained,
     columns_to_measure,
@@ -237,7 +238,7 @@ def _train_and_measure(
     job: StudyCall, item: CellRun, missing: Mapping[str, Column], report: Callable[[str], None], place: Place
 ) -> None:
     build(job, item, report)
-    begin(job, item)
+    definition = begin(job, item)
     report(f"{item.name}: training")
     command = train_command(job.study, item, ranks=job.ranks, extra=job.extra, devices=place.get(DEVICES))
 
@@ -245,6 +246,7 @@ def _train_and_measure(
         report(f"{item.name}: {line}")
 
     code = job.command(command, f"{item.name}-train", also=[EXIT_DIVERGED], place=place, progress=progress)
+    check_trained(job.study, item, job.extra, definition)  # a file may have been edited before the training read it
     if code == EXIT_DIVERGED:
         _keep_diverged(item, missing, f"logs/{item.name}-train.txt", report)
     while left := [name for name in missing if read_result(item, name) is None]:
@@ -265,12 +267,16 @@ def _keep_diverged(item: CellRun, missing: Mapping[str, Column], where: str, rep
         report(f"{item.name}: {name} diverged")
 
 
-def begin(job: StudyCall, item: CellRun) -> None:
-    """Begin the cell of a run whose data are built. Raises UnusableError if one there is of another definition."""
+def begin(job: StudyCall, item: CellRun) -> Settings:
+    """Begin the cell of a run whose data are built; return its definition.
+
+    Raises:
+        UnusableError: a cell or a training that is there is of another definition.
+    """
     definition = definition_of(job.study, item, job.extra, ranks=job.ranks)
-    if not item.cell.exists():
-        check_trained(job.study, item, job.extra, definition)
+    check_trained(job.study, item, job.extra, definition)
     define(item, definition)
+    return definition
 
 
 def build(job: StudyCall, item: CellRun, report: Callable[[str], None]) -> None:

@@ -35,7 +35,7 @@ def test_every_segment_is_read_from_a_fresh_state(library: Path, tmp_path: Path,
 def test_who_speaks_is_no_memory(library: Path, tmp_path: Path) -> None:
     """Token types are read off the text of earlier segments; emptying memories must not change them."""
     types = [{"id": 1}, {"id": 2, "after": [ord("w")]}, {"id": 3, "after": [ord("\n")]}]
-    sizes = {"kind": "gpt2", "num_positions": SEG_LEN, "token_types": types}
+    sizes: dict[str, Any] = {"kind": "gpt2", "num_positions": SEG_LEN, "token_types": types}
     run_dir, model = make_run(tmp_path, library, {"kind": "causal"}, **sizes)
     assert model.token_types is not None
     assert memory_gain(asked(run_dir), emptied(run_dir)).nats == 0.0

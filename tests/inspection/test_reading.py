@@ -69,7 +69,7 @@ LONGEST = 0  # number of the document of 100 tokens: 12 segments and a half
 
 def opened(library: Path, index: Index, folder: Path, kind: str) -> tuple[TrainedModel, Document]:
     """Return a model with this memory, and the longest document."""
-    sizes = {"kind": "gpt2", "num_positions": SEG_LEN} if kind.endswith("causal") else {}
+    sizes: dict[str, Any] = {"kind": "gpt2", "num_positions": SEG_LEN} if kind.endswith("causal") else {}
     run_dir, _ = make_run(folder, library, KINDS[kind], **sizes)
     documents = Documents(index, np.array(LENGTHS), bos_id=TOKENIZER.bos_id)
     return load_model(run_dir), documents.open(LONGEST)

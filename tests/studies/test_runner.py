@@ -49,10 +49,12 @@ from dist_mem.studies.study_call import (
     Place,
     StudyCall,
     StudyStoppedError,
+    begin,
     build,
     columns_left,
     for_each_run,
     places,
+    run_one,
 )
 from dist_mem.tracking.log import Point
 from dist_mem.tracking.mlflow.client import connect
@@ -224,6 +226,28 @@ def test_a_trained_model_is_not_measured_under_another_definition(here: Path) ->
     train_folder(run, fingerprint="0" * 64)
     with refused(UnusableError, run.directory, "data/train was '0000"):
         take_cells(job, print)
+
+
+def test_a_training_of_another_definition_than_its_cell_is_not_measured(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell is begun when its job is submitted, and the job reads the files when it starts, hours later."""
+    run = CellRun("xl", "", 0, Path("out"))
+    study, stop = load_study("two"), StopSignal([])
+    job = StudyCall(study, Path("out"), [run], 1, [], stop)
+    definition = begin(job, run)
+    train_folder(run, fingerprint=definition["data/train"])
+    take_cells(job, print)
+
+    def train(*_: object, **__: object) -> int:
+        """As one that reads a file that has been edited since the call began."""
+        train_folder(run, "optimizer.lr=0.5", fingerprint=definition["data/train"])
+        return EXIT_DONE
+
+    monkeypatch.setattr(StudyCall, "command", train)
+    for measure in (lambda: run_one(job, run, print, {}), lambda: take_cells(job, print), lambda: begin(job, run)):
+        with refused(UnusableError, run.directory, "optimizer.lr was 0.5 and is 0.003"):
+            measure()
 
 
 def test_a_definition_has_all_that_changes_results(here: Path) -> None:

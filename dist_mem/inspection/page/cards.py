@@ -44,8 +44,8 @@ def _of_model(trained: TrainedModel) -> Iterator[Card]:
     num_tokens, names = tokens_read_by(trained.checkpoint), name_data_of(trained.checkpoint)
     read = [] if num_tokens is None else [f"{short_count(num_tokens)} tokens"]
     data = [] if names is None else [f"data {names}"]
-    figure, *notes = [*read, f"{trained.checkpoint.manifest['step']:,} steps", *data]
-    yield Card("training", figure, ", ".join(notes))
+    figures = [*read, f"{trained.checkpoint.manifest['step']:,} steps", *data]
+    yield Card("training", figures[0], ", ".join(figures[1:]))
 
 
 def _perplexities(book: PageBook, evaluations: Sequence[EvaluationReport]) -> Card:
