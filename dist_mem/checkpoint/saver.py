@@ -103,6 +103,7 @@ class Saver:
         directory = step_dir(self._run_dir, step)
         if self._world.rank == 0 and directory.is_dir():
             refuse_if_taken_over(self._run_dir)
+            self._flush_records()  # a manifest counts the points of the log
             write_manifest(directory, {**read_manifest(directory), **changes})
 
     def rehearse(self, snapshot: Snapshot) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.manifest import list_steps
+from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED
 from dist_mem.runtime.distributed import World
 from dist_mem.supervision.lease import Lease
@@ -127,6 +127,31 @@ def test_what_a_checkpoint_was_saved_after_is_logged_when_the_power_fails(tmp_pa
         disk.restart()
         saved = last_saved(run_dir)
         assert [step for step in logged_steps(run_dir) if step <= saved] == list(range(1, saved + 1))
+
+
+def test_the_evaluation_that_a_start_adds_to_a_checkpoint_is_logged_when_the_power_fails(
+    tmp_path: Path, trained: Path
+) -> None:
+    fork_server()
+    with disk_without_power(tmp_path / "disk") as disk:
+        run_dir, step = copy_of(trained, disk.folder), 2 * EVERY
+        os.sync()
+        owes = [f"resume={step}", f"eval.every={EVERY}", f"train.steps={10**6}", f"checkpoint.every={10**6}"]
+        command = ["train", str(trained.parent / "run.yaml"), f"run_dir={run_dir}", *owes]
+        job = Ranks(main, [[command]], folder=tmp_path)
+        try:
+            wait_until(lambda: saved_manifest(run_dir, step)["validation"]["step"] == step, "the evaluation")
+            disk.cut()
+        finally:
+            job.processes[0].kill()
+            job.finish()
+        disk.restart()
+        logged = [found for found in logged_steps(run_dir) if found <= step]
+        assert len(logged) == saved_manifest(run_dir, step)["points"] == step + 2, "evaluated twice"
+
+
+def saved_manifest(run_dir: Path, step: int) -> dict[str, Any]:
+    return read_manifest(step_dir(run_dir, step))
 
 
 def test_a_lease_survives_the_power_and_names_its_job(tmp_path: Path) -> None:
