@@ -4,7 +4,8 @@
     {"kind": "point", "time": 1764000000123, "body": {"step": 10, "metrics": {"loss": 5.1}}}
 
     point                        metrics of a step; what JSON lacks is a text: "NaN", "Infinity"
-    rewind                       a job continues from `step`: the points past it count no more, they are made again
+    rewind                       a job continues from `step`: the points past it count no more, they are made again;
+                                 nor do the last `surplus` points up to it, logged after the checkpoint was saved
     repeat                       a point made again with the values of before, apart from measurements such as times
     branch                       from here on, the steps `first` to `last` differ from what was logged before
     system                       system metrics, by the number of the sample
@@ -96,7 +97,7 @@ BODIES: Mapping[str, Schema] = {  # of every kind of entry
     "point": _point,
     "repeat": _point,
     "system": _point,
-    "rewind": record({"step": _step}, is_open=True),
+    "rewind": record({"step": _step}, {"surplus": integer()}, is_open=True),
     "branch": record({"first": _step, "last": _step, "before": _time}, is_open=True),
     "params": record({"params": _texts, "changes": text, "step": _step}, {"config": _texts}, is_open=True),
     "tags": _texts,
@@ -181,6 +182,7 @@ def read_points(path: Path) -> list[Point]:
     for entry in _check_entries(path):
         if entry.kind == "rewind":
             points = [point for point in points if point.step <= entry.body["step"]]
+            points = points[: len(points) - entry.body.get("surplus", 0)]
         else:
             points.append(as_point(entry))
     return points
@@ -229,12 +231,16 @@ def last_point(path: Path, metric: str) -> Point | None:
     if is_missing(path):
         return None
     read_header(path)
-    last_step = math.inf
+    last_step, surplus = math.inf, 0  # of a step, as all surplus points are of the one that is restored
     for count, line in enumerate(_lines_backwards(path), start=1):
         entry = _check_line(line, path, place=f"line {count} from its end")
-        if entry is not None and entry.kind == "rewind":
-            last_step = min(last_step, entry.body["step"])
-        elif entry is not None and entry.body["step"] <= last_step and metric in entry.body["metrics"]:
+        if entry is None or entry.body["step"] > last_step:
+            continue
+        if entry.kind == "rewind":
+            last_step, surplus = entry.body["step"], surplus + entry.body.get("surplus", 0)
+        elif surplus:
+            surplus -= 1
+        elif metric in entry.body["metrics"]:
             return as_point(entry)
     return None
 

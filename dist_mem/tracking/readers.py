@@ -50,7 +50,8 @@ class Mark:
         reader, first = LogReader(self._log.path, self._num_read), first_step + 1
         while entries := reader.batch(_BATCH):
             steps = [entry.body["step"] for entry in entries if entry.kind in ("point", "repeat")]
-            first = min([first, *steps, *(entry.body["step"] + 1 for entry in entries if entry.kind == "rewind")])
+            rewinds = [entry.body for entry in entries if entry.kind == "rewind"]
+            first = min([first, *steps, *(body["step"] + (not body.get("surplus")) for body in rewinds)])
             reader.pass_batch()
         return UnreadPoints(first, [point for point in read_points(self._log.path) if point.step >= first])
 

@@ -64,14 +64,14 @@ def start_tracking(
     run_dir: Path,
     total_steps: int,
     first_step: int,
-    num_points: int = 0,
+    num_points: int | None = None,
     measurements: Collection[str] = (),
 ) -> Tracker:
     """Return the tracker of rank 0; other ranks use `Tracker()`.
 
     Args:
         first_step: the step training continues from, 0 for a fresh start; recorded points past it are superseded.
-        num_points: points logged up to `first_step`, by the checkpoint's count.
+        num_points: points logged up to `first_step`, by the checkpoint's count; None: it has none.
         measurements: names of metrics that an exact resume does not repeat, such as times.
     """
     make_folder(run_dir)

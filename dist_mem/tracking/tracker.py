@@ -155,7 +155,7 @@ class Branch(NamedTuple):
 
 
 class Rollback:
-    """The points past the restored step, until they are logged again.
+    """The points that count no more, until they are logged again.
 
     An exact resume repeats them bit for bit, apart from measurements. A resume with another learning rate or on other
     ranks does not: from the first different point on, all points are new.
@@ -164,14 +164,14 @@ class Rollback:
     def __init__(self, points: Iterable[Point], *, first_step: int, measurements: Collection[str]) -> None:
         """
         Args:
-            points: all points logged so far, in order.
+            points: those that count no more, in order.
+            first_step: the last one of which any point counts.
             measurements: names of metrics that differ between any two jobs, such as times.
         """
         self.measurements = measurements
         self._old: dict[int, dict[str, float]] = {}
         for point in points:
-            if point.step > first_step:
-                self._old.setdefault(point.step, {}).update(point.metrics)
+            self._old.setdefault(point.step, {}).update(point.metrics)
         self._last_step = max(self._old, default=first_step)
         self._same_until = first_step
 
@@ -214,14 +214,15 @@ class LogSink(Sink):
         *,
         first_step: int,
         report: Callable[[str], None],
-        num_points: int = 0,
+        num_points: int | None = None,
         measurements: Collection[str] = (),
     ) -> None:
         """Begin a job that continues from `first_step` (0: a fresh start).
 
         Args:
             report: shows a line to the user.
-            num_points: points that were logged up to there; those that the log no longer has count as lost.
+            num_points: points that were logged up to there; those that the log no longer has count as lost, and those
+                of `first_step` that it has beyond them are made again; None: as many as it has.
             measurements: names of metrics that an exact resume does not repeat, such as times.
         """
         self._log, self._report, self._measurements = log, report, measurements
@@ -229,23 +230,32 @@ class LogSink(Sink):
         self.num_lost = 0
         points = read_points(log.path)
         self._began = log.append("status", {"status": "RUNNING"}, at=time.time())
-        num_kept = self._continue_from(first_step, points)
-        self.num_lost = max(0, num_points - num_kept)
+        num_kept = self._continue_from(first_step, points, num_points)
+        self.num_lost = max(0, (num_points or 0) - num_kept)
         self.num_points += self.num_lost
         if self.num_lost:
             has = f"{num_kept} of the {num_points} points that were logged up to step {first_step}"
             report(f"warning: {log.path} has {has}; the others are lost")
 
-    def _continue_from(self, step: int, points: Sequence[Point]) -> int:
-        """Return the number of points up to a step; the others are superseded."""
-        num_kept = sum(point.step <= step for point in points)
+    def _continue_from(self, step: int, points: Sequence[Point], num_points: int | None = None) -> int:
+        """Return the number of points that count up to a step; the others are superseded."""
+        found = [point for point in points if point.step <= step]
+        of_step = [point for point in found if point.step == step]  # the last ones
+        surplus = 0 if num_points is None else min(len(of_step), max(0, len(found) - num_points))
+        num_kept = len(found) - surplus
         if num_kept < len(points):
-            self._began = self._log.append("rewind", {"step": step}, at=time.time())
+            self._began = self._log.append("rewind", {"step": step, "surplus": surplus}, at=time.time())
         self.num_points = self.num_lost + num_kept
+        counted = {name for point in of_step[: len(of_step) - surplus] for name in point.metrics}
         branches = find_entries(self._log.path, "branch")
-        past = [entry for entry in find_entries(self._log.path, "point") if entry.body["step"] > step]
-        self._past = [entry for entry in past if not is_superseded(entry, branches)]
-        self._rollback = Rollback(map(as_point, self._past), first_step=step, measurements=self._measurements)
+        self._past = [
+            entry
+            for entry in find_entries(self._log.path, "point")
+            if (entry.body["step"] > step or (entry.body["step"] == step and counted.isdisjoint(entry.body["metrics"])))
+            and not is_superseded(entry, branches)
+        ]
+        first_step = step - 1 if surplus and not counted else step
+        self._rollback = Rollback(map(as_point, self._past), first_step=first_step, measurements=self._measurements)
         return num_kept
 
     def log(self, point: Point) -> None:

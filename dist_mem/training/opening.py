@@ -302,7 +302,7 @@ def _open_run_dir(
             run_dir=run_dir,
             total_steps=total_steps,
             first_step=begin.state.step,
-            num_points=begin.metadata.get("points", 0),
+            num_points=begin.metadata.get("points"),
             measurements=MEASUREMENTS,
         )
         on_failure.callback(tracker.close, "FAILED")

@@ -28,8 +28,9 @@ def track_sync(run_dirs: list[Path], overrides: list[str] | None = None) -> int:
     return sync.run(run_dirs, overrides or [], count=newest_count)
 
 
-def start(config: Any, run_dir: Path, *, first_step: int = 0) -> Tracker:
-    return start_tracking(config, run_dir=run_dir, total_steps=100, first_step=first_step, measurements={"seconds"})
+def start(config: Any, run_dir: Path, *, first_step: int = 0, num_points: int | None = None) -> Tracker:
+    counts = {"total_steps": 100, "first_step": first_step}
+    return start_tracking(config, run_dir=run_dir, **counts, num_points=num_points, measurements={"seconds"})
 
 
 def job(config: Any, run_dir: Path, losses: dict[int, float], *, status: str = "KILLED", **options: Any) -> Tracker:

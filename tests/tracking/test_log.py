@@ -175,6 +175,38 @@ def test_what_a_job_makes_again_is_marked_as_repeated_and_what_differs_as_a_bran
     assert superseded == [7, 8, 9]
 
 
+def test_what_was_logged_of_the_restored_step_itself_after_its_checkpoint_is_made_again_and_counts_once(
+    path: Path,
+) -> None:
+    """The evaluation that a branch owes at its first step, and the number of rollbacks."""
+    log_from(path, 0, {4: 4.0, 5: 5.0})  # saved after two points
+    for life, again in enumerate((5.5, 5.5, 5.5, 5.6)):
+        with closing(Log(path)) as log:
+            sink = LogSink(log, first_step=5, report=print, num_points=2)
+            assert counted(path) == [(4, 4.0), (5, 5.0)], f"life {life}"
+            sink.log(Point(5, 1e9, {"loss/owed": again}))
+            sink.rewind(5)
+            sink.log(Point(6, 1e9, {"loss": 6.0}))
+        assert [point.step for point in read_points(path)] == [4, 5, 5, 6]
+        assert last_point(path, "loss/owed") == read_points(path)[-2]
+    made = [(entry.kind, entry.body["step"]) for entry in find_entries(path, "point", "repeat")]
+    assert made == [("point", step) for step in (4, 5, 5, 6)] + [("repeat", 5), ("repeat", 6)] * 2 + [
+        ("point", 5),
+        ("point", 6),
+    ]
+
+
+def test_a_branch_supersedes_its_first_step_if_none_of_its_points_counts(path: Path) -> None:
+    for again in (5.0, 5.0, 5.5):
+        log_from(path, 5, {5: again, 6: 6.0}, num_points=0)
+        assert counted(path) == [(5, again), (6, 6.0)]
+    (branch,) = find_entries(path, "branch")
+    kept = [
+        entry.body["metrics"]["loss"] for entry in find_entries(path, "point") if not is_superseded(entry, [branch])
+    ]
+    assert kept == [5.5, 6.0]
+
+
 def test_points_that_a_checkpoint_counts_and_the_log_has_not_are_lost_and_reported(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,7 +240,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "point": POINT,
     "repeat": POINT,
     "system": POINT,
-    "rewind": {"step": 1},
+    "rewind": {"step": 1, "surplus": 1},
     "branch": {"first": 1, "last": 2, "before": 3},
     "params": {"params": {DATA: "1"}, "changes": "", "step": 0, "config": {DATA: "1"}},
     "tags": {DATA: "\udcff"},
@@ -218,7 +250,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "artifact": {"path": "a"},
     "text": {"text": "a", "name": "b"},
 }
-OPTIONAL = [("params", "body", "config"), ("checkpoint", "body", "path")]
+OPTIONAL = [("params", "body", "config"), ("checkpoint", "body", "path"), ("rewind", "body", "surplus")]
 Place = tuple[str | int, ...]
 
 

@@ -71,6 +71,13 @@ def test_tensorboard_has_the_points_from_while_it_was_switched_off_and_none_that
     assert recorded(tmp_path) == [*steps(1, 3).items(), (4, 40.0), (5, 50.0), (6, 60.0)]
 
 
+def test_tensorboard_has_what_is_made_again_of_the_restored_step_once(tmp_path: Path) -> None:
+    config = config_for("sqlite:///unused.db", tracking=BOARD)
+    for _ in range(3):
+        job(config, tmp_path, {5: 5.0, 6: 6.0}, first_step=5, num_points=0)
+        assert shown(tmp_path / "tensorboard") == recorded(tmp_path) == [(5, 5.0), (6, 6.0)]
+
+
 def test_tensorboard_has_every_point_once_if_its_mark_is_old_or_damaged(tmp_path: Path) -> None:
     config, mark = config_for("sqlite:///unused.db", tracking=BOARD), tmp_path / "tensorboard" / MARK
     job(config, tmp_path, steps(1, 4))
