@@ -226,7 +226,7 @@ class LogSink(Sink):
             measurements: names of metrics that an exact resume does not repeat, such as times.
         """
         self._log, self._report, self._measurements = log, report, measurements
-        self._since_checkpoint: list[Entry] = []  # points past the newest checkpoint
+        self._since_checkpoint: list[Entry] = []  # points past the newest checkpoint, or since the restored step
         self.num_lost = 0
         points = read_points(log.path)
         self._began = log.append("status", {"status": "RUNNING"}, at=time.time())
@@ -248,12 +248,12 @@ class LogSink(Sink):
         self.num_points = self.num_lost + num_kept
         counted = {name for point in of_step[: len(of_step) - surplus] for name in point.metrics}
         branches = find_entries(self._log.path, "branch")
-        self._past = [
-            entry
-            for entry in find_entries(self._log.path, "point")
-            if (entry.body["step"] > step or (entry.body["step"] == step and counted.isdisjoint(entry.body["metrics"])))
-            and not is_superseded(entry, branches)
-        ]
+        entries = [entry for entry in find_entries(self._log.path, "point") if not is_superseded(entry, branches)]
+        restored = [entry for entry in entries if entry.body["step"] == step]
+        self._past = [entry for entry in restored if counted.isdisjoint(entry.body["metrics"])]
+        self._past += [entry for entry in entries if entry.body["step"] > step]
+        self._since_checkpoint = []
+        self._add_to_next_checkpoint(entry for entry in restored if not counted.isdisjoint(entry.body["metrics"]))
         first_step = step - 1 if surplus and not counted else step
         self._rollback = Rollback(map(as_point, self._past), first_step=first_step, measurements=self._measurements)
         return num_kept
@@ -280,7 +280,6 @@ class LogSink(Sink):
             self._since_checkpoint.append(Entry(kind, logged_at, {**body, "metrics": of_model}))
 
     def rewind(self, step: int) -> None:
-        self._since_checkpoint = []
         self._log.advance_clock()
         self._continue_from(step, read_points(self._log.path))
 

@@ -34,6 +34,7 @@ def train(
         state = evaluation.run(state)
         if not evaluation.due(state):
             saving.add_evaluation(state)
+    saving.log_start(state, context.run_dir)
     is_over = state.step >= last or evaluation.due(state)  # still due: it was cut short
     if not is_over:
         with announce("reading the first segments"):

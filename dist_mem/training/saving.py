@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from dist_mem.checkpoint.lane_states import Lanes
+from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.checkpoint.saver import Saver
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.config import CheckpointConfig
@@ -99,6 +101,16 @@ class Saving:
         """
         found = self._after_evaluation(state)
         on_all_ranks(lambda: self.saver.change_manifest(state.step, found), "adding an evaluation to its checkpoint")
+
+    def log_start(self, state: TrainState, run_dir: Path) -> None:
+        """Log the run's checkpoint of this state, from which this job started, with all points of its step.
+
+        A job that was killed after it had written it, or stopped before its evaluation, has not.
+        """
+        directory = step_dir(run_dir, state.step)
+        if directory.is_dir():
+            with self._reporting.failure.keep_error():
+                self._reporting.tracker.log_checkpoint(state.step, directory)
 
     def rehearse(self, state: TrainState) -> None:
         """Try what the first save needs, with empty tensors: that it fails is found here, and not hours later.

@@ -16,7 +16,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE
 from dist_mem.evaluation import job, scoring
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
-from dist_mem.tracking.log import read_points
+from dist_mem.tracking.log import find_entries, read_points
 from tests.support.forked_ranks import run_forked
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
 from tests.support.messages import said_line
@@ -61,6 +61,14 @@ def figures(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
     return [(point.step, dict(point.metrics)) for point in points if "validation/word_perplexity" in point.metrics]
 
 
+def models(run_dir: Path) -> dict[int, set[str]]:
+    """The metrics that the log has of each checkpoint at last."""
+    logged = {
+        entry.body["step"]: entry.body["points"] for entry in find_entries(run_dir / "metrics.jsonl", "checkpoint")
+    }
+    return {step: {name for _, _, body in points for name in body["metrics"]} for step, points in logged.items()}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_signal_amid_an_evaluation_of_a_training_saves_at_once_and_loses_nothing(
     tmp_path: Path, books: Path, rank_pool: Pools, num_ranks: int
@@ -81,6 +89,9 @@ def test_a_signal_amid_an_evaluation_of_a_training_saves_at_once_and_loses_nothi
     assert figures(tmp_path / "stopped") == figures(tmp_path / "straight")
     assert [step for step, _ in figures(tmp_path / "stopped")] == [2, 4]
     assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
+    stopped_models = models(tmp_path / "stopped")
+    assert stopped_models.keys() == {2, 4}
+    assert all({"loss", "validation/word_perplexity"} <= names for names in stopped_models.values())
     assert difference(*(checkpoint_content(step_dir(tmp_path / name, 4)) for name in ("stopped", "straight"))) is None
     assert pool.run(train_here, stopped) == [EXIT_DONE] * num_ranks
     assert len(figures(tmp_path / "stopped")) == 2, "evaluated again, though the run was finished"

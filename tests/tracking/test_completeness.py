@@ -15,7 +15,7 @@ from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED
 from dist_mem.runtime.distributed import World
 from dist_mem.supervision.lease import Lease
-from dist_mem.tracking.log import METRICS_FILE, new_uid, read_header
+from dist_mem.tracking.log import METRICS_FILE, find_entries, new_uid, read_header
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE
 from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import Ranks
@@ -96,6 +96,22 @@ def imports_mlflow(world: World, config_file: Path) -> bool:
             del sys.modules[name]  # a test module may have asked for it
     assert train_here(world, config_file) == 0
     return "mlflow" in sys.modules
+
+
+def test_a_checkpoint_whose_job_was_killed_before_it_logged_that_is_logged_by_the_next(
+    tmp_path: Path, trained: Path, rank_pool: Pools
+) -> None:
+    run_dir = copy_of(trained, tmp_path)
+    log = run_dir / METRICS_FILE
+    *_, logged = find_entries(log, "checkpoint")
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(line for line in lines if not line.startswith(b'{"kind": "checkpoint"')))
+    changes = [f"run_dir={run_dir}", f"train.steps={STEPS + 1}"]
+    assert rank_pool(1).run(train_here, trained.parent / "run.yaml", changes) == [EXIT_DONE]
+    again = find_entries(log, "checkpoint")
+    assert [entry.body["step"] for entry in again] == [STEPS, STEPS + 1]
+    assert again[0].body["points"] == logged.body["points"]
+    assert again[0].body["path"] == str(step_dir(run_dir, STEPS))
 
 
 def test_ranks_other_than_0_never_import_mlflow(rank_pool: Pools, books: Path, tmp_path: Path) -> None:

@@ -207,6 +207,23 @@ def test_a_branch_supersedes_its_first_step_if_none_of_its_points_counts(path: P
     assert kept == [5.5, 6.0]
 
 
+def test_a_checkpoint_has_the_points_of_its_step_that_count_after_a_resume_and_a_rollback_too(path: Path) -> None:
+    """Of repeated points, those that MLflow has; a save in flight is logged after the rollback to it."""
+    first = log_from(path, 0, {4: 4.0, 5: 5.0})
+    log_from(path, 4, {5: 5.0}, num_points=1)
+    with closing(Log(path)) as log:
+        sink = LogSink(log, first_step=5, report=print, num_points=2)
+        sink.log(Point(5, 1e9, {"loss/owed": 5.5}))
+        sink.record("checkpoint", {"step": 5})
+        sink.log(Point(6, 1e9, {"loss": 6.0}))
+        sink.rewind(5)
+        sink.record("checkpoint", {"step": 5})
+    assert first.num_points == 2
+    *_, original, owed, _ = find_entries(path, "point")
+    for entry in find_entries(path, "checkpoint"):
+        assert entry.body["points"] == [tuple(original), tuple(owed)]
+
+
 def test_points_that_a_checkpoint_counts_and_the_log_has_not_are_lost_and_reported(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
