@@ -7,7 +7,7 @@ is reported to all ranks: the checkpoint is passed over and kept for inspection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -48,19 +48,25 @@ class ResumeRequest(NamedTuple):
     run_checkpoints: list[Path]  # of the run itself, if those newer than the chosen one are to be set aside; else empty
 
 
-def choose_checkpoint(resume: str, run_dir: Path, world: World) -> ResumeChoice | None:
+def choose_checkpoint(
+    resume: str, run_dir: Path, world: World, set_aside: Collection[Path] = ()
+) -> ResumeChoice | None:
     """Return the checkpoint to resume from, the same on every rank; None for a run that has no checkpoints.
+
+    Args:
+        set_aside: checkpoints that the running job has passed over, and does not choose any more.
 
     Raises:
         CheckpointError: on every rank; no checkpoint verifies, or `resume` selects none that can be used.
     """
     request = decide_on_rank0(lambda: read_or_refuse(lambda: find_candidates(resume, run_dir)))
-    found = first_verified(request.candidates, lambda directory: verify_together(directory, world))
+    candidates = [path for path in request.candidates if path not in set_aside]
+    found = first_verified(candidates, lambda directory: verify_together(directory, world))
     if found is None:
         return None
     directory, manifest, reasons = found
     newer = [path for path in request.run_checkpoints if path.name > directory.name]
-    skipped = [path for path in request.candidates[: len(reasons)] if run_of(path).resolve() == run_dir.resolve()]
+    skipped = [path for path in candidates[: len(reasons)] if run_of(path).resolve() == run_dir.resolve()]
     return ResumeChoice(directory, manifest, reasons, newer, [path for path in skipped if path not in newer])
 
 

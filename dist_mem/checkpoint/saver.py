@@ -75,7 +75,7 @@ class Saver:
         self._stall_seconds = 0.0  # of the save in flight
         self._saved: list[SavedCheckpoint] = []  # not yet returned by `take_finished`
         self._flush_records = flush_records
-        self._broken = list(broken)
+        self.broken = list(broken)  # see `set_aside`
         self._last_began = time.monotonic()
         self._expected_seconds = expected_seconds
         self._longest_seconds: float | None = None
@@ -86,7 +86,7 @@ class Saver:
         Not earlier: if the disk of one rank did not answer, they may be intact at the next start. Not later: retention
         would count them, and delete them.
         """
-        self._broken += broken
+        self.broken += broken
 
     def is_due(self) -> bool:
         """Whether `checkpoint.every_minutes` have passed since the last save; only rank 0 looks at its clock."""
@@ -122,7 +122,7 @@ class Saver:
         self.wait()
         self._last_began = time.monotonic()
         self.step = snapshot.step
-        broken, self._broken = self._broken, []  # the next save may give these names to good checkpoints
+        broken, self.broken = self.broken, []  # the next save may give these names to good checkpoints
         self._flight = self._thread.submit(self._write, snapshot, broken)
         self._stall_seconds = time.perf_counter() - began
         if not self._rules.background:

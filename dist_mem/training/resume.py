@@ -265,7 +265,8 @@ def _roll_back(context: Context, decision: Decision) -> TrainState:
     beat("restoring")
     feed, reporting, saver = context.feed, context.reporting, context.saving.saver
     saver.wait()
-    choice = choose_checkpoint(AUTO, context.run_dir, context.world)
+    # One that was passed over may verify now; it is of steps that this job has made again, or has not reached.
+    choice = choose_checkpoint(AUTO, context.run_dir, context.world, saver.broken)
     if choice is None:
         raise DivergedError(f"{decision.message}, but there is no checkpoint yet", decision.step)
     saved = saved_config(choice.directory, context.config.memory).train

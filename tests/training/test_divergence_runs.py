@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_mem.checkpoint import resume_source
 from dist_mem.checkpoint.manifest import verify
 from dist_mem.checkpoint.resume_choice import ResumeChoice, choose_checkpoint
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_REQUEUE
@@ -202,6 +203,33 @@ def test_a_rollback_past_a_damaged_checkpoint_saves_its_step_again(
     kept = ["latest", "step-00000005", "step-00000010", "step-00000010.broken", "step-00000012"]
     assert names(tmp_path / "run") == kept
     assert verify(damaged)["step"] == 10
+
+
+def train_while_a_checkpoint_cannot_be_read_at_the_start(
+    world: World, config: Path, changes: list[str], damaged: Path
+) -> int | str:
+    """A job that begins from the checkpoint before, and rolls back when this one can be read again."""
+
+    def choose(*arguments: Any) -> ResumeChoice | None:
+        if world.rank == 0:
+            flip(damaged / "engine.json", 100)
+        choice = choose_checkpoint(*arguments)
+        if world.rank == 0:  # after all ranks have read it
+            flip(damaged / "engine.json", 100)
+        return choice
+
+    with mock.patch.object(resume_source, "choose_checkpoint", choose):
+        return train_with_faults(world, config, changes, {7: "loss"})
+
+
+def test_a_rollback_never_goes_forward(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
+    config, changes = configure(tmp_path, books, "run", "divergence.action=rollback")
+    assert rank_pool(2).run(train_with_faults, config, changes, {11: KILLED}) == [KILLED] * 2
+    ahead = tmp_path / "run" / "checkpoints" / "step-00000010"
+    codes = rank_pool(2).run(train_while_a_checkpoint_cannot_be_read_at_the_start, config, changes, ahead)
+    assert codes == [EXIT_DONE] * 2
+    assert metrics(tmp_path / "run", "divergence/rollbacks") == [(5, 1)]
+    assert f"{ahead.name}.broken" in names(tmp_path / "run")
 
 
 def train_and_listen(world: World, *arguments: Any) -> tuple[int | str, str]:
