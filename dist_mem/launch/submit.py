@@ -48,9 +48,7 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
 
     failed = queue.read_failed_nodes(Path(config.run_dir)) if config.launch.exclude_failed else []
     if dry_run:
-        print(script(), end="")
-        if options := _options(config.launch, failed):
-            print(f"not in the script: submit it with sbatch {shlex.join(options)}", file=sys.stderr)
+        _show(script(), _options(config.launch, failed))
         return EXIT_DONE
     _require_sbatch(", or --dry-run for the script")
     folder = Path(config.run_dir) / "slurm"
@@ -138,7 +136,7 @@ def _submit(path: Path, launch: LaunchConfig, *, arguments: Sequence[str] = (), 
     return done.stdout
 
 
-def _options(launch: LaunchConfig, failed: Sequence[str]) -> list[str]:
+def _options(launch: LaunchConfig, failed: Sequence[str] = ()) -> list[str]:
     """Return the options of this submission only: a requeue or resubmission must not wait again."""
     options = [] if launch.dependency is None else [f"--dependency={launch.dependency}"]
     if failed:  # this option takes the place of the script's
@@ -176,8 +174,15 @@ def _environment_lines(launch: LaunchConfig, *, by_hand: bool = False) -> Iterat
 
 def show_script(launch: LaunchConfig) -> int:
     """Print the script that takes its arguments from sbatch, for one job or for an array of them."""
-    print(render(launch, job_name="dist_mem"), end="")
+    _show(render(launch, job_name="dist_mem"), _options(launch))
     return EXIT_DONE
+
+
+def _show(script: str, options: Sequence[str]) -> None:
+    """Print a script, and to the user the options of sbatch that are not in it."""
+    print(script, end="")
+    if options:
+        print(f"not in the script: submit it with sbatch {shlex.join(options)}", file=sys.stderr)
 
 
 def _job_name(name: str) -> str:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.outside_code import copies, line_in, load_named, source_of
-from dist_mem.tracking import tracker
 from dist_mem.tracking.log import Point
 from dist_mem.tracking.names import in_group
 from dist_mem.tracking.tracker import Sink, end_in_time
@@ -101,6 +100,6 @@ class OwnSink(Sink):
         self._call(lambda sink: sink.flush(), None)
 
     def close(self, status: str) -> None:
-        if not end_in_time(lambda: self._call(lambda sink: sink.close(status), None)):
-            waited = f"its close has not ended after {tracker.CLOSE_SECONDS:g} s"
-            self._report(f"warning: {_KEY}: {self._named}: {waited}; the run ends without it, metrics.jsonl has all")
+        if waited := end_in_time(lambda: self._call(lambda sink: sink.close(status), None)):
+            problem = f"its close has not ended after {waited}"
+            self._report(f"warning: {_KEY}: {self._named}: {problem}; the run ends without it, metrics.jsonl has all")

@@ -16,7 +16,6 @@ from uuid import uuid4
 
 from dist_mem.runtime.environment import wandb_environment
 from dist_mem.runtime.files import fsync_path, is_missing, make_folder, naming, read_regular, write_text
-from dist_mem.tracking import tracker
 from dist_mem.tracking.log import Log, LogReader, Point, read_points
 from dist_mem.tracking.names import in_group, valid_text
 from dist_mem.tracking.tracker import Sink, end_in_time
@@ -196,9 +195,9 @@ class WandbRun(Sink):
 
     def close(self, status: str) -> None:
         if self._run is not None:
-            if not end_in_time(lambda: self._attempt(lambda: self._finish(status))):  # without a network, for ever
-                waited = f"has not sent everything after {tracker.CLOSE_SECONDS:g} s"
-                self._report(f"warning: W&B {waited}; the next start sends it, metrics.jsonl has every point")
+            if waited := end_in_time(lambda: self._attempt(lambda: self._finish(status))):  # no network: for ever
+                problem = f"has not sent everything after {waited}"
+                self._report(f"warning: W&B {problem}; the next start sends it, metrics.jsonl has every point")
             self._run = None
 
     def _finish(self, status: str) -> None:

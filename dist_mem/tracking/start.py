@@ -96,17 +96,16 @@ def start_tracking(
             sinks.reverse()  # it ends before the log
         if config.tracking.tensorboard:
             add(TensorBoardFiles(run_dir / TENSORBOARD, log, first_step=first_step))
-        if config.tracking.wandb:
+        if config.tracking.mlflow:
+            sending = choose_sending(config.tracking)
+            report(sending.message)
+            add(MlflowReader(config.tracking, run_dir, log, sends=sending.is_on, report=report))
+        if config.tracking.wandb:  # this and own sinks come after those that close at once
             project, name = config.tracking.experiment, config.tracking.run_name or config.name
             of_run = {"project": project, "name": name, "config": config.document}
             add(WandbRun(of_run, run_dir, log, first_step=first_step, report=report))
         for named in config.tracking.sinks:
             add(OwnSink(named, run_dir, first_step=first_step, report=report))
-        if config.tracking.mlflow:
-            sending = choose_sending(config.tracking)
-            report(sending.message)
-            add(MlflowReader(config.tracking, run_dir, log, sends=sending.is_on, report=report))
-        sinks.sort(key=lambda sink: isinstance(sink, (WandbRun, OwnSink)))  # after those that close at once
         sinks.append(progress)  # last: others report through it until they are closed
         on_failure.pop_all()
     return Tracker(sinks)

@@ -19,12 +19,12 @@ from dist_mem.tracking.names import OF_SYSTEM, in_group
 CLOSE_SECONDS = 30.0  # longest wait at the end of a run for a program that is not ours: the other ranks wait too
 
 
-def end_in_time(call: Callable[[], object]) -> bool:
-    """Call this, which handles its errors, in a thread; return whether it has ended after CLOSE_SECONDS."""
+def end_in_time(call: Callable[[], object]) -> str | None:
+    """Call this, which handles its errors, in a thread; return how long it was waited for in vain, or None."""
     thread = threading.Thread(target=call, name="end-of-sink", daemon=True)
     thread.start()
     thread.join(CLOSE_SECONDS)
-    return not thread.is_alive()
+    return f"{CLOSE_SECONDS:g} s" if thread.is_alive() else None
 
 
 class Sink:
