@@ -3,6 +3,7 @@
 import random
 import re
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import pytest
 
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets.babi_stories import FEWEST_FACTS, NUM_FACTS, Story, draw_story
+from dist_mem.datasets.task_text import Library
 from tests.support.data_builders import build_data, build_refused, documents_of
 
 MOVE = re.compile(r"(\w+) (?:journeyed to|moved to|travelled to|went back to|went to) the (\w+)\.")
@@ -235,6 +237,13 @@ def test_facts_stand_anywhere_in_a_book_of_the_user_of_the_same_split(tmp_path: 
     texts = [document.text for document in documents_of(tmp_path / "out/qa1/800")]
     depths = [text.index(fact) / len(text) for text in texts for fact in facts_in(text)]
     assert np.histogram(depths, bins=4, range=(0, 1))[0].min() > 20
+
+
+def test_a_short_document_has_sentences_of_every_place_in_a_chapter() -> None:
+    """All began with its first one, and long documents had sentences of which a model had learned nothing."""
+    short = [[*islice(Library().sentences("train", random.Random(number)), 4)] for number in range(100)]
+    for place in ("promised to", "meant to", "came to"):  # where it begins, in its middle and where it ends
+        assert 1 <= sum(place in sentence for sentences in short for sentence in sentences) <= 30
 
 
 @pytest.mark.parametrize(("task", "facts"), [("qa2", (1, 1)), ("qa3", (1, 2)), ("qa4", (3, 9)), ("qa5", (1, 1))])
