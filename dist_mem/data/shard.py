@@ -54,6 +54,7 @@ from dist_mem.runtime.names import check_plain
 
 MAX_YEAR = 10**6  # BC and AD
 MAX_SHARD_BYTES = 64 * 2**20  # of arrays; a tar exceeds it by its last document and by headers
+MAX_MAPS = 128  # tars of a split that are kept mapped: each is an open file
 MAX_SHARD_DOCUMENTS = 100_000  # headers and padding take 2 kB each, so that of short documents these are most of a tar
 
 
@@ -72,7 +73,7 @@ class ShardSource:
 
 @dataclass(frozen=True)
 class Index:
-    """One split: the content of its index, and the memory maps opened so far."""
+    """One split: the content of its index, and the memory maps of the tars that were read last."""
 
     split_dir: Path
     format_version: int
@@ -180,19 +181,21 @@ def expect_document(index: Index, document: int) -> None:
 def read_tokens(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
     """Return tokens [start, stop) of a document, (n,) uint16 or uint32, a read-only view of the memory-mapped tar."""
     entry = index.documents[document]
-    return _array(index, entry, entry.tokens_offset, np.dtype(entry.dtype))[start:stop]
+    return _array(index, document, entry, entry.tokens_offset, np.dtype(entry.dtype))[start:stop]
 
 
 def read_mask(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
     """Return which of tokens [start, stop) are scored, (n,) bool; None: all of them."""
     entry = index.documents[document]
-    return None if entry.mask_offset is None else _array(index, entry, entry.mask_offset, MASK_DTYPE)[start:stop]
+    offset = entry.mask_offset
+    return None if offset is None else _array(index, document, entry, offset, MASK_DTYPE)[start:stop]
 
 
 def read_recall(index: Index, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
     """Return the distance of tokens [start, stop) to their referents, (n,) int32, 0 = none; None: not recorded."""
     entry = index.documents[document]
-    return None if entry.recall_offset is None else _array(index, entry, entry.recall_offset, RECALL_DTYPE)[start:stop]
+    offset = entry.recall_offset
+    return None if offset is None else _array(index, document, entry, offset, RECALL_DTYPE)[start:stop]
 
 
 def check_document(index: Index, document: int) -> None:
@@ -259,24 +262,22 @@ def _shard_groups(
         yield group()
 
 
-def _array(index: Index, entry: DocumentEntry, offset: int, dtype: np.dtype[Any]) -> np.ndarray:
-    shard = index.maps.get(entry.shard)
+def _array(index: Index, document: int, entry: DocumentEntry, offset: int, dtype: np.dtype[Any]) -> np.ndarray:
+    shard = index.maps.pop(entry.shard, None)
     if shard is None:
-        shard = index.maps[entry.shard] = _map_shard(index, entry)
+        shard = _map_shard(index, index.documents.shard_of(document), entry.id)
+        for oldest in [*index.maps][: 1 - MAX_MAPS]:  # a map is closed once no array of it is used
+            index.maps.pop(oldest, None)
+    index.maps[entry.shard] = shard  # after the others: the first is that of the longest ago
     return np.frombuffer(shard, dtype=dtype, count=entry.num_tokens, offset=offset)
 
 
-def _map_shard(index: Index, entry: DocumentEntry) -> np.ndarray:
-    shard = _shard_named(index, entry.shard)
+def _map_shard(index: Index, shard: ShardEntry, document_id: str) -> np.ndarray:
     index.source.fetch(shard)
     path = index.split_dir / shard.name
-    remedy = f"; document {entry.id} lies in it: build (--overwrite) or copy it again"
+    remedy = f"; document {document_id} lies in it: build (--overwrite) or copy it again"
     with reading(path, remedy), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != shard.bytes:
             raise ShardError(f"{path} has {size} bytes, not the {shard.bytes} of the index{remedy}")
         return np.memmap(file, dtype=np.uint8, mode="r")
-
-
-def _shard_named(index: Index, name: str) -> ShardEntry:
-    return next(shard for shard in index.shards if shard.name == name)

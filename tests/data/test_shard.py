@@ -91,6 +91,18 @@ def test_any_range_of_a_document_can_be_read(
     assert np.array_equal(read_tokens(index, document, start, start + length), expected)
 
 
+def test_a_split_of_many_tars_keeps_few_files_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard, "MAX_MAPS", 2)
+    documents = [one for one in make_documents() if len(one.tokens)]
+    index = write(documents, tmp_path, max_shard_bytes=1)
+    first = read_tokens(index, 0)
+    for number in [*range(len(documents)), *reversed(range(len(documents)))]:
+        check_document(index, number)
+        opened = [link for link in Path("/proc/self/fd").iterdir() if tmp_path in link.resolve().parents]
+        assert len([link for link in opened if link.resolve().suffix == ".tar"]) <= 2 + 1  # and that of `first`
+    assert np.array_equal(first, documents[0].tokens)
+
+
 def test_shards_are_cut_where_they_reach_their_size(tmp_path: Path) -> None:
     documents = make_documents()
     assert len(write(documents, tmp_path / "one").shards) == 1
