@@ -13,10 +13,9 @@ from dist_mem.engine.cpu_op import CPU_OP, SHM
 from dist_mem.runtime.compilers import compiler_caches, cpp_compiler
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import job_end, variable
+from dist_mem.runtime.limits import GOOD_OPEN_FILES, raise_limit, raise_open_files
 from dist_mem.supervision.findings import Remark, fail, ok, warning
 
-GOOD_OPEN_FILES = 4096  # the usual limit for training; a rank of a large job needs hundreds
-_BASE_FILES, _FILES_PER_PEER = 200, 4  # libraries and shards; the groups of gloo or NCCL have sockets to every rank
 GOOD_PROCESSES = 4096  # threads count as processes
 _SHM_BYTES_PER_RANK = 80 * 2**20  # DeepSpeed's buffer, 66 MiB, and the readers' queues
 _SHORT_SECONDS = 600.0
@@ -33,8 +32,7 @@ def check_machine(world: World) -> Iterator[Remark]:
 
 def check_limits(world_size: int) -> Iterator[Remark]:
     """Check the limits of this process, after raising soft limits if allowed; every rank calls this."""
-    needed = _BASE_FILES + _FILES_PER_PEER * world_size
-    files = _raise_limit(resource.RLIMIT_NOFILE, max(GOOD_OPEN_FILES, needed))
+    files, needed = raise_open_files(world_size)
     fix = f"ulimit -n {GOOD_OPEN_FILES} before the start, or nofile in /etc/security/limits.conf"
     if files < needed:
         yield fail("open files", f"{files} may be open, a rank needs {needed}", fix, blames_node=True)
@@ -42,20 +40,10 @@ def check_limits(world_size: int) -> Iterator[Remark]:
         yield warning("open files", f"{files} may be open, {GOOD_OPEN_FILES} are usual", fix)
     else:
         yield ok("open files", f"{files:,} may be open")
-    processes = _raise_limit(resource.RLIMIT_NPROC, GOOD_PROCESSES)
+    processes = raise_limit(resource.RLIMIT_NPROC, GOOD_PROCESSES)
     if processes < GOOD_PROCESSES:
         fix = f"ulimit -u {GOOD_PROCESSES}, or nproc in /etc/security/limits.conf"
         yield warning("processes", f"{processes} of this user, threads included", fix)
-
-
-def _raise_limit(kind: int, good: int) -> int:
-    """Raise the soft limit up to `good` as far as the hard limit allows, and return it."""
-    soft, hard = resource.getrlimit(kind)
-    soft, hard = (2**31 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
-    if soft < good and soft < hard:
-        soft = min(good, hard)
-        resource.setrlimit(kind, (soft, resource.getrlimit(kind)[1]))
-    return soft
 
 
 def _check_umask() -> Remark:

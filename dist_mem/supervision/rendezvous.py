@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from dist_mem.errors import RunError
 from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.limits import raise_open_files
 from dist_mem.runtime.network_interface import describe_address
 from dist_mem.runtime.ranks import (
     agent_keeps_store,
@@ -123,6 +124,7 @@ def wait_for_ranks(*, seconds: float, check: Check = _go_on) -> Rendezvous:
     ranks = read_ranks()
     rank, size, _, _ = ranks
     export_for_libraries(*ranks)
+    raise_open_files(size)  # here: rank 0 keeps the store, to which every rank connects
     device = own_device()
     if size == 1:
         return Rendezvous(list(check_accelerators([device])), [device.node], None)

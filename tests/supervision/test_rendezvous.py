@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 
 import dist_mem
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from dist_mem.runtime.limits import GOOD_OPEN_FILES
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.ranks import port_of_step
-from dist_mem.supervision.rendezvous import open_store
+from dist_mem.supervision.rendezvous import open_store, wait_for_ranks
 from tests.support.faults import PAGE
 from tests.support.forked_ranks import Program
 from tests.support.jobs import run_ranks, write_config
@@ -124,6 +126,19 @@ def test_ranks_that_all_come_meet_without_a_word_of_torch(config: Path, command:
     codes, text = run_ranks(arguments, world_size=2, cwd=config.parent)
     assert codes == [EXIT_DONE] * 2, text
     assert not [word for word in OF_TORCH if word in text], text
+
+
+def test_ranks_may_open_many_files_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has a connection with every rank then: under the usual soft limit of 1024 only a few hundred can come."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        wait_for_ranks(seconds=1.0)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(GOOD_OPEN_FILES, hard), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("address", ["localhost", *IPV6, *(f"[{address}]" for address in IPV6)])
