@@ -17,6 +17,8 @@ from dist_mem.config import CheckpointConfig
 from dist_mem.errors import CheckpointError
 from dist_mem.runtime.files import fsync_path
 
+_DELETED = ".deleted.partial"
+
 
 def unsaved_steps(rules: CheckpointConfig) -> list[str]:
     """Return one line if a run saves nothing before its end."""
@@ -82,8 +84,9 @@ def prune(run_dir: Path, step: int, rules: CheckpointConfig) -> list[str]:
     if rules.keep_last is None:
         return []
     messages = []
-    for old in find_superfluous(stored_checkpoints(run_dir, step), rules):
-        directory = step_dir(run_dir, old)
+    left = sorted(step_dir(run_dir, step).parent.glob(f".*{_DELETED}"))  # by a save that could not delete them
+    superfluous = find_superfluous(stored_checkpoints(run_dir, step), rules)
+    for directory in [*left, *(step_dir(run_dir, old) for old in superfluous)]:
         try:
             _delete(directory)
         except OSError as error:
@@ -110,7 +113,7 @@ def stored_checkpoints(run_dir: Path, newest: int) -> list[StoredCheckpoint]:
 
 def _delete(directory: Path) -> None:
     """Rename a checkpoint so that nobody reads half of it, then delete it; the next start cleans up after a crash."""
-    hidden = directory.with_name(f".{directory.name}.deleted.partial")
-    directory.rename(hidden)
-    fsync_path(directory.parent)
-    shutil.rmtree(hidden)
+    if not directory.name.endswith(_DELETED):
+        directory = directory.rename(directory.with_name(f".{directory.name}{_DELETED}"))
+        fsync_path(directory.parent)
+    shutil.rmtree(directory)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
 from dist_mem.checkpoint.retention import Validation, prune
 from dist_mem.config import CheckpointConfig, ConfigError, load_config
-from tests.support.messages import refused
-from tests.support.saving import commit_small
+from tests.support.messages import refused, said
+from tests.support.saving import commit_small, names
 
 COUNTS = st.none() | st.integers(1, 4)
 RULES = st.builds(CheckpointConfig, keep_last=st.integers(1, 4), keep_every=COUNTS, keep_best=COUNTS)
@@ -100,7 +100,7 @@ def test_rules_that_would_do_nothing_are_refused() -> None:
 def test_a_checkpoint_is_gone_for_readers_before_any_file_of_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the deletion is cut off in the middle; the next start removes what is left."""
+    """Also if the deletion is cut off in the middle; the next save removes what is left, and so does a start."""
     for step in (5, 10):
         commit_small(tmp_path, step)
 
@@ -110,7 +110,11 @@ def test_a_checkpoint_is_gone_for_readers_before_any_file_of_it_is(
         assert directory.name.endswith(".partial")
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("shutil.rmtree", cut_off)
-    messages = prune(tmp_path, 10, CheckpointConfig(keep_last=1))
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", cut_off)
+        messages = prune(tmp_path, 10, CheckpointConfig(keep_last=1))
     assert messages == [f"cannot delete {step_dir(tmp_path, 5)}: [Errno 5] Input/output error"]
     assert list_steps(tmp_path) == [10]
+    (message,) = prune(tmp_path, 10, CheckpointConfig(keep_last=1))
+    said(message, "deleted", "step-00000005")
+    assert names(tmp_path) == ["step-00000010"], "the next save tries again"
