@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch._C import _distributed_c10d
 
-from dist_mem.runtime.files import read_regular
+from dist_mem.runtime.files import read_together
 from dist_mem.runtime.terminal import some
 
 _KEPT = 8  # of a group, the last finished and the first unfinished collectives that are written
@@ -93,9 +93,10 @@ def read_verdict(folder: Path) -> Verdict:
     """Return what the files of a hang report's folder show together."""
     groups: dict[str, dict[int, CollectiveProgress]] = defaultdict(dict)
     unread: dict[str, list[int]] = defaultdict(list)  # reason -> ranks
-    for path in sorted(folder.glob(f"collectives-*{_SUFFIX}")):
+    paths = sorted(folder.glob(f"collectives-*{_SUFFIX}"))
+    for path, content in zip(paths, read_together(paths), strict=True):
         rank = int(path.stem.rpartition("-")[2])
-        for recorder, dump in json.loads(read_regular(path)).items():
+        for recorder, dump in json.loads(content).items():
             if "error" in dump:
                 unread[f"{recorder} recorder cannot be read ({dump['error']})"].append(rank)
             for name, progress in _progress(dump["entries"], recorder):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.runtime.files import is_missing, open_regular, read_regular
+from dist_mem.runtime.files import is_missing, open_regular, read_regular, read_together
 from dist_mem.runtime.terminal import some
 from dist_mem.supervision.flight_recorder import NO_VERDICT, Verdict
 
@@ -127,8 +127,8 @@ def wait_for(condition: Callable[[], bool], seconds: float, interval: float = 0.
 def read_positions(folder: Path) -> list[Position]:
     """Return the positions that the ranks have written, sorted by rank."""
     found = []
-    for path in sorted(folder.glob("rank-*.txt")):
-        head = read_regular(path).decode(errors="replace").partition("\n\n")[0]
+    for content in read_together(sorted(folder.glob("rank-*.txt"))):
+        head = content.decode(errors="replace").partition("\n\n")[0]
         fields = dict(line.split(": ", 1) for line in head.splitlines())
         found.append(
             Position(
@@ -144,16 +144,19 @@ def read_positions(folder: Path) -> list[Position]:
     return found
 
 
-def suspects(positions: Sequence[Position], nodes: Sequence[str], recorded: Verdict = NO_VERDICT) -> dict[int, str]:
+def suspects(
+    positions: Sequence[Position], nodes: Sequence[str], recorded: Verdict = NO_VERDICT, *, is_read: bool = True
+) -> dict[int, str]:
     """Return the suspected ranks, each with the reason; none if all ranks wait for each other.
 
     Args:
         positions: of the ranks that have reported.
         nodes: of all ranks.
         recorded: of the flight recorder, which sees the devices: on GPUs, Python code runs ahead of them.
+        is_read: False: the files of the other ranks could not be read in time, so nobody knows who has reported.
     """
     known_ranks = {position.rank for position in positions}
-    silent = [rank for rank in range(len(nodes)) if rank not in known_ranks]
+    silent = [rank for rank in range(len(nodes)) if rank not in known_ranks] if is_read else []
     if silent:
         return dict.fromkeys(silent, "has reported nothing: it is stopped or dead, or its node is")
     foremost = max(position.beats for position in positions)
@@ -166,19 +169,27 @@ def suspects(positions: Sequence[Position], nodes: Sequence[str], recorded: Verd
 
 
 def report(
-    positions: Sequence[Position], nodes: Sequence[str], *, seconds: float, folder: Path, recorded: Verdict = NO_VERDICT
+    positions: Sequence[Position],
+    nodes: Sequence[str],
+    *,
+    seconds: float,
+    folder: Path,
+    recorded: Verdict = NO_VERDICT,
+    is_read: bool = True,
 ) -> str:
     """Return the report for the user; arguments as in `suspects`."""
     idle = max(position.idle for position in positions)
     lines = [f"hang: nothing has moved for {idle:.0f} s (watchdog.seconds = {seconds:g})"]
-    found = suspects(positions, nodes, recorded)
+    found = suspects(positions, nodes, recorded, is_read=is_read)
     reasons: dict[str, list[int]] = defaultdict(list)
     for rank, why in found.items():
         reasons[why].append(rank)
     for why, ranks in reasons.items():
         noun = "rank" if len(ranks) == 1 else "ranks"
         lines.append(f"suspect: {noun} {_spans(ranks)} ({some(dict.fromkeys(nodes[rank] for rank in ranks))}) {why}")
-    if not found:
+    if not is_read:
+        lines.append(f"{folder} does not answer in time: what the other ranks have written there may name a suspect")
+    elif not found:
         phases = ", ".join(dict.fromkeys(position.phase for position in positions))
         between = some(dict.fromkeys(nodes))
         lines.append(f"all ranks wait in {phases}: a stuck collective, or the network between {between}")
@@ -193,10 +204,15 @@ def report(
 
 
 def note_suspects(
-    run_dir: Path, positions: Sequence[Position], nodes: Sequence[str], recorded: Verdict = NO_VERDICT
+    run_dir: Path,
+    positions: Sequence[Position],
+    nodes: Sequence[str],
+    recorded: Verdict = NO_VERDICT,
+    *,
+    is_read: bool = True,
 ) -> None:
     """Note the suspected nodes, unless they are so many that the network or the file system is a likelier cause."""
-    named = dict.fromkeys(nodes[rank] for rank in suspects(positions, nodes, recorded))
+    named = dict.fromkeys(nodes[rank] for rank in suspects(positions, nodes, recorded, is_read=is_read))
     if len(named) <= max(1, len(set(nodes)) // 4):
         note_failed_nodes(run_dir, named)
 

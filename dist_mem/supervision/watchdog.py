@@ -233,9 +233,12 @@ class Watchdog:
             known = positions or [mine]
             recorded = call_with_timeout(self._read_recorders, REPORT_SECONDS + self._slack, "the records of all ranks")
             recorded = recorded or flight_recorder.NO_VERDICT
-            text = report(known, self._nodes, seconds=self._seconds, folder=self._folder, recorded=recorded)
+            is_read = positions is not None
+            text = report(
+                known, self._nodes, seconds=self._seconds, folder=self._folder, recorded=recorded, is_read=is_read
+            )
             print(text, file=sys.stderr, flush=True)
-            call_with_timeout(lambda: self._publish(text, known, recorded), TICK * 2, "the report")
+            call_with_timeout(lambda: self._publish(text, known, recorded, is_read), TICK * 2, "the report")
         else:  # that rank reads from this process's connections: if this one ended first, it would fail
             left = max(REPORT_SECONDS, deadline - time.monotonic())
             call_with_timeout(lambda: wait_for_report(self._folder, rank=rank, num_ranks=num_ranks, seconds=left), left)
@@ -243,10 +246,10 @@ class Watchdog:
     def _read_recorders(self) -> flight_recorder.Verdict:
         return flight_recorder.read_verdict(self._folder)
 
-    def _publish(self, text: str, positions: list[Position], recorded: flight_recorder.Verdict) -> None:
+    def _publish(self, text: str, positions: list[Position], recorded: flight_recorder.Verdict, is_read: bool) -> None:
         partial = self._folder / f"report.{self._world.rank}.partial"
         partial.write_text(text + "\n", encoding="utf-8")
-        note_suspects(self._run_dir, positions, self._nodes, recorded)
+        note_suspects(self._run_dir, positions, self._nodes, recorded, is_read=is_read)
         partial.replace(self._folder / "report.txt")  # last: the others end once it exists
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_HUNG, EXIT_REQUEUE
+from dist_mem.runtime import files
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.ranks import read_ranks
@@ -206,6 +207,7 @@ def test_a_run_directory_that_cannot_be_written_does_not_keep_a_hanging_job(tmp_
     for rank, text in enumerate(disturbed(tmp_path, config, "stuck in its data")):
         assert f"cannot be written; the stacks of rank {rank}:" in text
         assert "most recent call first" in text and "hang: nothing has moved for " in text
+        assert "suspect" not in text.replace("may name a suspect", ""), "nobody knows who else has reported"
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -293,6 +295,31 @@ def test_only_the_lowest_live_rank_reads_the_files(
     live = [rank for rank in range(SIZE) if rank not in silent]
     assert gather(tmp_path, live) == {live[0]: live, **{rank: [] for rank in live[1:]}}
     assert num_readers == 1
+
+
+def test_many_files_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another, those of 512 ranks take seconds on a busy disk: all ranks would look silent."""
+    for rank in range(SIZE):
+        write_position(tmp_path, position(rank))
+    all_are_read = threading.Barrier(SIZE)
+
+    def read(path: Path) -> bytes:
+        all_are_read.wait(limit(5))
+        return path.read_bytes()
+
+    monkeypatch.setattr(files, "read_regular", read)
+    assert read_positions(tmp_path) == [position(rank) for rank in range(SIZE)]
+
+
+def test_nobody_is_suspected_where_no_file_can_be_read(tmp_path: Path) -> None:
+    text = report([position(0)], NODES, seconds=600, folder=tmp_path, is_read=False)
+    assert text.splitlines()[1:] == [
+        f"{tmp_path} does not answer in time: what the other ranks have written there may name a suspect",
+        "  waiting in step 7, agreeing: rank 0",
+        f"stacks of all threads: {tmp_path}",
+    ]
+    note_suspects(tmp_path, [position(0)], [f"node{rank}" for rank in range(2)], is_read=False)
+    assert not (tmp_path / "slurm").exists()
 
 
 def test_a_standing_comes_back_as_it_was_written(tmp_path: Path) -> None:
