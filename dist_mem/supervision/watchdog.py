@@ -119,6 +119,27 @@ def watch(run_dir: Path, world: World, seconds: float | None) -> Iterator[None]:
         _progress.watchdog = None
 
 
+class Inquiry:
+    """A question to a store or a file system that may never answer; until it has, the question is not put again."""
+
+    def __init__(self, put: Callable[[], bool]) -> None:
+        """`put` returns True for ever once it has."""
+        self._put = put
+        self._is_yes = False
+        self._thread: threading.Thread | None = None
+
+    def is_yes(self) -> bool:
+        """Return whether the answer is yes; no if none comes within a tick, or the question fails."""
+        if not self._is_yes:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = _in_background(self._listen, None)
+            self._thread.join(TICK)
+        return self._is_yes
+
+    def _listen(self) -> None:
+        self._is_yes = self._put()
+
+
 class Watchdog:
     """The watchdog thread of one rank."""
 
@@ -130,7 +151,8 @@ class Watchdog:
         self._note = f"dist_mem/hang/{gathered[0][1]}"
         self._slack = slack(world.size)
         self._idle = 0.0  # seconds without progress
-        self._is_announced = False  # whether the store announces that a watchdog has decided
+        # Whether another watchdog has decided, by the store and by the run directory.
+        self._store, self._folders = Inquiry(lambda: has_note(self._note)), Inquiry(self._others_have_reported)
         _progress.__dict__.clear()  # of an earlier job of this process
         _progress.watchdog = self
         self._lock = threading.Lock()
@@ -149,17 +171,13 @@ class Watchdog:
 
     def end_if_decided(self) -> None:
         """End the process if any rank's watchdog has decided; else return within a second."""
-        if not (self._store_announces() or call_with_timeout(self._others_have_reported, TICK) is True):
+        if not (self._store.is_yes() or self._folders.is_yes()):
             return
         with self._lock:
             is_first, self._ends = not self._ends, True
         if is_first:
             self._end()
         self._thread.join()
-
-    def _store_announces(self) -> bool:
-        self._is_announced = self._is_announced or call_with_timeout(lambda: has_note(self._note), TICK) is True
-        return self._is_announced
 
     def _watch(self) -> None:
         last_beats, last_time = -1, time.monotonic()
@@ -182,9 +200,9 @@ class Watchdog:
         if _progress.phase in _PATIENT or not _progress.is_warm:
             limit *= PATIENCE
         limit = max(limit, LEAST_SECONDS.get(_progress.phase, 0.0))
-        is_reported = idle >= HEAR_SECONDS and self._store_announces()  # early: rank 0, with the store, may end
+        is_reported = idle >= HEAR_SECONDS and self._store.is_yes()  # early: rank 0, with the store, may end
         if idle >= limit / 2 and idle % max(TICK, self._slack) < TICK:
-            is_reported = is_reported or call_with_timeout(self._others_have_reported, TICK) is True
+            is_reported = is_reported or self._folders.is_yes()
         return idle >= limit or (idle >= limit / 2 and is_reported)
 
     def _others_have_reported(self) -> bool:

@@ -341,6 +341,20 @@ def test_work_that_does_not_come_back_is_given_up() -> None:
     assert watchdog.call_with_timeout(Path("/no/such/place").stat, 10) is None
 
 
+def test_a_store_that_is_silent_holds_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank waits for up to half an hour, and looks twice a second."""
+    monkeypatch.setattr(watchdog, "TICK", 0.01)
+    may_answer = threading.Event()
+    question = watchdog.Inquiry(lambda: may_answer.wait(limit(60)))
+    before = threading.active_count()
+    assert not any(question.is_yes() for _ in range(20))
+    assert threading.active_count() <= before + 1
+    may_answer.set()
+    wait_until(question.is_yes, "the answer")
+    failing = watchdog.Inquiry(lambda: Path("/no/such/place").stat().st_size > 0)
+    assert not failing.is_yes() and not failing.is_yes()
+
+
 def test_an_error_and_a_wait_that_were_not_expected_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
     may_end = threading.Event()
     empty: dict[str, str] = {}
