@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from dist_mem.config import Config, DataConfig, EvalConfig, as_tree
@@ -11,16 +13,18 @@ from dist_mem.config.check import flatten
 from dist_mem.config.settings import metadata_of
 from dist_mem.data.curriculum import training_dirs
 from dist_mem.data.directory import local_dir
+from dist_mem.data.index import ShardEntry
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.shard import INDEX_NAME, read_index
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.runtime.files import sha256_of
-from dist_mem.runtime.terminal import short_digest
+from dist_mem.runtime.terminal import count_noun, short_digest
 from dist_mem.runtime.versions import code_versions
 from dist_mem.supervision.findings import Finding, Place, Remark, fail, ok, warning
 from dist_mem.tracking.provenance import PACKAGE, running_commit
 
 MISSING = "missing"
+_NAMED = 3  # tars of a split in a report: with another path, all are missing
 _SOURCES = "sources of dist_mem"
 
 Fingerprint = dict[str, str]  # item -> version, value or checksum on this rank
@@ -57,18 +61,15 @@ def fingerprint(config: Config) -> Fingerprint:
 
 
 def fingerprint_data(data_config: DataConfig, eval_config: EvalConfig) -> Fingerprint:
-    """Return checksums of tokenizer and indexes, and the sizes of all tars, on this node.
+    """Return checksums of tokenizer and indexes on this node; `check_tars` adds the tars.
 
-    For a URL the result is empty, because fetched files are compared with their checksums anyway; so are staged tars.
+    For a URL the result is empty, because fetched files are compared with their checksums anyway.
     """
     found = {}
     for where, data, splits in _on_disk(data_config, eval_config):
         found[f"{where}{JSON_NAME}"] = _checksum(local_dir(data) / JSON_NAME)
         for split in splits:
-            split_dir = local_dir(data) / split
-            found[f"{where}{split}/{INDEX_NAME}"] = _checksum(split_dir / INDEX_NAME)
-            for path in sorted(split_dir.glob("[!.]*.tar")) if data.stage == "none" else ():
-                found[f"{where}{split}/{path.name}"] = f"{path.stat().st_size:,} bytes"
+            found[f"{where}{split}/{INDEX_NAME}"] = _checksum(local_dir(data) / split / INDEX_NAME)
     return found
 
 
@@ -76,22 +77,47 @@ def _checksum(path: Path) -> str:
     return sha256_of(path)[:12] if path.is_file() else MISSING
 
 
-def check_tars(data_config: DataConfig, eval_config: EvalConfig) -> Iterator[Remark]:
-    """Check on this node that the tars of the training split have the sizes in its index."""
-    for _, data, _ in _on_disk(data_config, eval_config):
-        split_dir = local_dir(data) / data.train_split
-        if data.stage != "none" or not (split_dir / INDEX_NAME).is_file():
-            continue  # fetched or staged tars are compared later; the job reports a missing index
-        for shard in read_index(split_dir).shards:
-            path = split_dir / shard.name
-            size = path.stat().st_size if path.exists() else None
-            if size != shard.bytes:
-                has = f"is {MISSING}" if size is None else f"has {size:,} bytes"
-                text = f"{path} {has}; it had {shard.bytes:,} when it was built"
+def check_tars(data_config: DataConfig, eval_config: EvalConfig, found: Fingerprint) -> Iterator[Remark]:
+    """Check on this node that the tars have the sizes in their index, with one look at each.
+
+    Args:
+        found: gets number and bytes of the tars of each split: names and sizes of all would be too much to compare.
+    """
+    for where, data, splits in _on_disk(data_config, eval_config):
+        for split in splits if data.stage == "none" else ():  # staged tars are compared later
+            split_dir = local_dir(data) / split
+            if not (split_dir / INDEX_NAME).is_file():
+                continue  # the job reports it
+            sizes = _tar_sizes(split_dir)
+            shards = read_index(split_dir).shards
+            there = [sizes[shard.name] for shard in shards if shard.name in sizes]
+            found[f"{where}{split}/*.tar"] = f"{count_noun(len(there), 'tar')}, {sum(there):,} bytes"
+            wrong = [shard for shard in shards if sizes.get(shard.name) != shard.bytes]
+            for text in _describe(split_dir, wrong, sizes):
                 if data.on_corrupt == "skip":
                     yield warning("data", f"{text}: its documents are skipped", _FIXES["data"])
                 else:
                     yield fail("data", text, _FIXES["data"], blames_node=True)
+
+
+def _tar_sizes(split_dir: Path) -> dict[str, int]:
+    """Return the sizes of the tars in a folder, which one request to a network file system lists for many."""
+    sizes = {}
+    with os.scandir(split_dir) as entries:
+        for entry in entries:
+            if entry.name.endswith(".tar"):
+                with suppress(FileNotFoundError):  # a link that leads nowhere
+                    sizes[entry.name] = entry.stat().st_size
+    return sizes
+
+
+def _describe(split_dir: Path, wrong: Sequence[ShardEntry], sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each of the first tars that are wrong, and one for all others."""
+    for shard in wrong[:_NAMED]:
+        has = f"has {sizes[shard.name]:,} bytes" if shard.name in sizes else f"is {MISSING}"
+        yield f"{split_dir / shard.name} {has}; it had {shard.bytes:,} when it was built"
+    if len(wrong) > _NAMED:
+        yield f"{count_noun(len(wrong) - _NAMED, 'more tar')} of {split_dir}: {MISSING}, or of another size than built"
 
 
 def check_data(data_config: DataConfig, eval_config: EvalConfig) -> tuple[()]:
@@ -152,6 +178,4 @@ def _whole_nodes(odd: Sequence[Place], places: Sequence[Place]) -> list[Place]:
 def _summary(what: str, fingerprint: Fingerprint) -> str:
     if what == "configuration":
         return f"{len(fingerprint)} keys"
-    tars = [name for name in fingerprint if name.endswith(".tar")]
-    others = [f"{name} {text}" for name, text in fingerprint.items() if name not in (*tars, _SOURCES)]
-    return ", ".join([f"{len(tars)} tars", *others] if what == "data" else others)
+    return ", ".join(f"{name} {text}" for name, text in fingerprint.items() if name != _SOURCES) or "none on disk"

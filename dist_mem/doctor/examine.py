@@ -97,7 +97,11 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
     checks.append((node, "code", code))
     if config is not None and is_first:
         checks.append((node, "data", collect("data", lambda: consistency.fingerprint_data(config.data, config.eval))))
-        checks.append((node, "data", lambda: consistency.check_tars(config.data, config.eval)))
+
+        def check_tars() -> Iterator[Remark]:
+            yield from consistency.check_tars(config.data, config.eval, fingerprints.get("data", {}))
+
+        checks.append((node, "data", check_tars))
         if is_thorough:  # otherwise the job reports it, with a better message
             checks.append((node, "data", lambda: consistency.check_data(config.data, config.eval)))
     if config is not None and world.rank == 0:

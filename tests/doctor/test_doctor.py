@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dist_mem.cli.configuration import load_checked
+from dist_mem.config import DataConfig, EvalConfig
 from dist_mem.doctor import consistency, disks, machine, network
 from dist_mem.doctor.examine import examine
 from dist_mem.doctor.preflight import preflight
@@ -41,6 +42,7 @@ from dist_mem.supervision.findings import (
 from dist_mem.supervision.hang_report import FAILED_NODES
 from dist_mem.supervision.rendezvous import RankDevice, check_accelerators, wait_for_ranks
 from tests.support.jobs import train_here, write_config
+from tests.support.lane_corpus import make_split
 from tests.support.limits import limit
 from tests.support.messages import said, said_line
 from tests.support.ranks import Pools, launcher_environment
@@ -215,11 +217,27 @@ def test_preflight_refuses_on_all_ranks_with_one_message_and_notes_a_node_that_i
     tar.unlink()
     messages = rank_pool(3).run(_preflight, config, [[], [], [f"data.path={other}"]])
     assert messages[0] == messages[1] == messages[2]
-    assert f"train/{tar.name}: missing, but" in messages[0]
-    assert "node3" in messages[0]
-    assert "on 2 of 3 ranks" in messages[0]
+    said_line(messages[0], f"{tar} is missing", "node3")
+    said_line(messages[0], "train/*.tar: 0 tars, 0 bytes, but 1 tar, ", "on 2 of 3 ranks", "node3")
     assert failed.read_text() == "node3\n"
     assert rank_pool(3).run(_preflight, config, [[], [], []]) == [[], [], []]
+
+
+def test_what_the_nodes_compare_of_their_data_does_not_grow_with_the_number_of_tars(tmp_path: Path) -> None:
+    """Rank 0 would get the names of 30,000 tars from each node, in as many lines if a disk is not there."""
+    sizes = []
+    for number in (4, 40):
+        index = make_split(tmp_path / str(number) / "train", [3] * number, max_shard_bytes=1)
+        data = DataConfig(path=str(tmp_path / str(number)))
+        for is_there in (True, False):
+            compared = consistency.fingerprint_data(data, EvalConfig())
+            found = list(consistency.check_tars(data, EvalConfig(), compared))
+            sizes.append((len(compared), len(found)))
+            assert compared["train/*.tar"].startswith(f"{number if is_there else 0} tars, ")
+            for shard in index.shards:
+                (index.split_dir / shard.name).unlink(missing_ok=True)
+        said(found[-1].found, number - 3, "of", index.split_dir)
+    assert sizes == [(sizes[0][0], 0), (sizes[0][0], 4)] * 2
 
 
 def _preflight_at_a_wrong_port(world: World, config_file: Path) -> str | list[str]:
