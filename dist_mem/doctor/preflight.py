@@ -67,7 +67,7 @@ def _refuse(run_dir: str, findings: Sequence[Finding], nodes: Sequence[str], *, 
     names = failed_nodes(findings, nodes)
     if is_writer and names:
         try:
-            note_failed_nodes(Path(run_dir), names)
+            note_failed_nodes(Path(run_dir), names, nodes)
         except OSError as error:  # the job is refused anyway, for a more important reason
             log.warning("%s: %s", run_dir, error)
     refuse(findings, nodes)

@@ -15,7 +15,7 @@ import faulthandler
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -211,14 +211,25 @@ def note_suspects(
     *,
     is_read: bool = True,
 ) -> None:
-    """Note the suspected nodes, unless they are so many that the network or the file system is a likelier cause."""
-    named = dict.fromkeys(nodes[rank] for rank in suspects(positions, nodes, recorded, is_read=is_read))
-    if len(named) <= max(1, len(set(nodes)) // 4):
-        note_failed_nodes(run_dir, named)
+    """Note the suspected nodes, see `note_failed_nodes`."""
+    named = {nodes[rank]: None for rank in suspects(positions, nodes, recorded, is_read=is_read)}
+    note_failed_nodes(run_dir, named, nodes)
 
 
-def note_failed_nodes(run_dir: Path, names: Iterable[str]) -> None:
-    """Add nodes to the list that the next start may leave out. Raises OSError."""
+def note_failed_nodes(run_dir: Path, names: Collection[str], nodes: Iterable[str]) -> None:
+    """Add nodes to the list that the next start may leave out.
+
+    Unless they are so many that the network, the file system or the request is a likelier cause.
+
+    Args:
+        names: without repetitions.
+        nodes: of all ranks that are known.
+
+    Raises:
+        OSError: the list cannot be written.
+    """
+    if len(names) > max(1, len({*nodes, *names}) // 4):
+        return
     path = run_dir / FAILED_NODES
     known = [] if is_missing(path) else read_regular(path).decode(errors="replace").split()
     if new := [node for node in names if node not in known]:
