@@ -191,9 +191,3 @@ def first_verified(
         f"{candidates[-1].absolute().parent}: no checkpoint verifies:\n  {listed}\n"
         "Restore one of them, or give the run a new run_dir to start over"
     )
-
-
-def newest_verified(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint of a run that verifies, and why newer ones were not chosen; see `first_verified`."""
-    found = first_verified([step_dir(run_dir, step) for step in reversed(list_steps(run_dir))], verify)
-    return (found[0], found[2]) if found else (None, [])

@@ -28,7 +28,7 @@ from dist_mem.evaluation.job import (
     StopCheck,
     data_tag,
     describe_evaluation,
-    find_checkpoint_on_rank0,
+    find_checkpoint_together,
     hold_on_rank0,
     read_memory_file_of,
     run_on_ranks,
@@ -129,7 +129,7 @@ def run(
     """
 
     def work(world: World, check: StopCheck) -> None:
-        found = find_checkpoint_on_rank0(path, checkpoint, world)
+        found = find_checkpoint_together(path, checkpoint, world)
         data = read_settings(found.directory, overrides, reads_data=True).data
         if sources and not data.mixture:
             raise UnusableError(f"--sources: {found.directory} was trained without data.mixture; leave it out")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dist_mem.checkpoint.resume_choice import verify_together
 from dist_mem.config import DataConfig, EvalConfig, TrackingConfig, TrainConfig, WatchdogConfig, load_block
 from dist_mem.data.directory import local_dir, open_index, refresh
 from dist_mem.data.remote.fetch import is_remote
@@ -24,7 +25,7 @@ from dist_mem.errors import EXIT_DONE, CutShortError, UnusableError, run_error
 from dist_mem.evaluation.memory_file import MemoryFile, read_memory_file
 from dist_mem.evaluation.protocol import Protocol
 from dist_mem.evaluation.report_names import data_part
-from dist_mem.evaluation.trained_model import Checkpoint, find_checkpoint
+from dist_mem.evaluation.trained_model import Checkpoint, first_checkpoint, list_candidates
 from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import World, decide_on_rank0, gather_objects, on_all_ranks, sum_over_ranks
 from dist_mem.runtime.figures import is_figure
@@ -102,9 +103,14 @@ def run_on_ranks(
     return EXIT_DONE
 
 
-def find_checkpoint_on_rank0(path: Path, step: int | None, world: World) -> Checkpoint:
-    """Run `find_checkpoint` on rank 0, which also prints its remarks; return the checkpoint on every rank."""
-    found = decide_on_rank0(lambda: find_checkpoint(path, step))
+def find_checkpoint_together(path: Path, step: int | None, world: World) -> Checkpoint:
+    """Return what `find_checkpoint` does, on every rank; each hashes a share of the files, and rank 0 prints remarks.
+
+    Raises:
+        CheckpointError: on every rank; there is none, or it is damaged.
+    """
+    candidates = decide_on_rank0(lambda: list_candidates(path, step))
+    found = first_checkpoint(candidates, lambda directory: verify_together(directory, world))
     for remark in found.remarks if world.rank == 0 else ():
         print(remark, file=sys.stderr)
     return found

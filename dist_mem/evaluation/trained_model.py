@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from dist_mem.block import ModelSpec, model_spec
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lane_states import read_lanes as read_saved_lanes
-from dist_mem.checkpoint.manifest import list_steps, newest_verified, read_manifest, run_of, step_dir, verify
+from dist_mem.checkpoint.manifest import first_verified, list_steps, read_manifest, run_of, step_dir, verify
 from dist_mem.checkpoint.schemas import WEIGHTS
 from dist_mem.config import Config, ConfigError, DataConfig, load_block, load_config
 from dist_mem.config.check import Problem, stop_on
@@ -73,6 +73,13 @@ class Checkpoint(NamedTuple):
         return WEIGHTS in self.manifest["files"]
 
 
+class Candidates(NamedTuple):
+    """Directories of which the first that verifies is used."""
+
+    directories: list[Path]  # one at least
+    is_named: bool  # the user gives this one
+
+
 class TrainedModel(NamedTuple):
     """A model in evaluation mode, with its tokenizer, configuration and checkpoint."""
 
@@ -93,6 +100,11 @@ def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
+    return first_checkpoint(list_candidates(path, step), verify)
+
+
+def list_candidates(path: Path, step: int | None) -> Candidates:
+    """Return what `find_checkpoint` looks at. Raises CheckpointError: there is nothing."""
     if not path.exists():
         raise CheckpointError(f"{path.absolute()} does not exist: no checkpoint; {_GIVE}, or an export")
     if step is not None and not step_dir(path, step).exists():
@@ -100,16 +112,32 @@ def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
         has = f"steps {steps}" if steps else "no checkpoints"
         raise CheckpointError(f"{step_dir(path, step)}: there is no such checkpoint; {path} has {has}")
     if step is not None or (path / "manifest.json").exists():
-        directory = path if step is None else step_dir(path, step)
-        manifest, remarks = verify(directory), []
+        return Candidates([path if step is None else step_dir(path, step)], is_named=True)
+    existing = list_steps(path)
+    if not existing:
+        is_export = "an export (a folder with a manifest.json)"
+        raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint; {_GIVE}, or {is_export}")
+    return Candidates([step_dir(path, each) for each in reversed(existing)], is_named=False)
+
+
+def first_checkpoint(candidates: Candidates, check: Callable[[Path], dict[str, Any]]) -> Checkpoint:
+    """Return the first candidate that verifies.
+
+    Args:
+        check: verifies a directory and returns its manifest.
+
+    Raises:
+        CheckpointError: none verifies.
+    """
+    directory, *_ = candidates.directories
+    if candidates.is_named:
+        manifest, reasons = check(directory), list[str]()
     else:
-        newest, passed_over = newest_verified(path)
-        if newest is None:
-            is_export = "an export (a folder with a manifest.json)"
-            raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint; {_GIVE}, or {is_export}")
-        directory, manifest = newest, read_manifest(newest)
-        remarks = [f"passed over: {reason}" for reason in passed_over]
-    return Checkpoint(directory, directory if WEIGHTS in manifest["files"] else run_of(directory), manifest, remarks)
+        found = first_verified(candidates.directories, check)
+        assert found is not None, "there are candidates"
+        directory, manifest, reasons = found
+    run_dir = directory if WEIGHTS in manifest["files"] else run_of(directory)
+    return Checkpoint(directory, run_dir, manifest, [f"passed over: {reason}" for reason in reasons])
 
 
 def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool = False) -> Config:

@@ -23,7 +23,7 @@ from dist_mem.evaluation.job import (
     StopCheck,
     data_tag,
     describe_evaluation,
-    find_checkpoint_on_rank0,
+    find_checkpoint_together,
     run_on_ranks,
     use_threads,
 )
@@ -78,7 +78,7 @@ def run(request: InspectionRequest, *, early: StopSignal | None = None) -> int:
 
 def _run(world: World, check: StopCheck, *, request: InspectionRequest) -> None:
     text = None if request.text is None else read_file(request.text, "--text")  # before checkpoints are verified
-    found = find_checkpoint_on_rank0(request.run, request.checkpoint, world)
+    found = find_checkpoint_together(request.run, request.checkpoint, world)
     config = settings_of(request, found)
     use_threads(config.train)
     protocol, tag = protocol_of(config), tag_of(config)
@@ -92,7 +92,7 @@ def _run(world: World, check: StopCheck, *, request: InspectionRequest) -> None:
         check_forgets(subject.trained)  # before the document is read for hours
     other = None
     if request.against is not None:
-        other = open_other(request, find_checkpoint_on_rank0(request.against, None, world), world)
+        other = open_other(request, find_checkpoint_together(request.against, None, world), world)
         other.model.register_forward_pre_hook(check)
     reading = read_document(subject.trained, subject.document, other=other, empty_at=request.empty_at)
     removed = _without_passages(request, subject)

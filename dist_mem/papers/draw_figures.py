@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.job import StopCheck, data_tag, find_checkpoint_on_rank0, run_on_ranks, track
+from dist_mem.evaluation.job import StopCheck, data_tag, find_checkpoint_together, run_on_ranks, track
 from dist_mem.evaluation.plot import labels_of
 from dist_mem.evaluation.plotting.drawn_figure import write_figure
 from dist_mem.evaluation.plotting.style import use_style
@@ -74,7 +74,7 @@ def _run(
     folder: Path | None,
     form: str,
 ) -> None:
-    found = [find_checkpoint_on_rank0(path, checkpoint, world) for path in paths]
+    found = [find_checkpoint_together(path, checkpoint, world) for path in paths]
     labels = labels_of(names_of(paths), [one.directory / "config.yaml" for one in found])
     sources = [FigureSource(one, label, settings, world, check) for one, label in zip(found, labels, strict=True)]
     first = sources[0]

@@ -25,7 +25,7 @@ from torch import Tensor
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.documents import Documents
 from dist_mem.data.plan import cut_lengths
-from dist_mem.evaluation.job import StopCheck, data_tag, find_checkpoint_on_rank0, run_on_ranks, use_threads
+from dist_mem.evaluation.job import StopCheck, data_tag, find_checkpoint_together, run_on_ranks, use_threads
 from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
 from dist_mem.evaluation.trained_model import TrainedModel, open_model, read_settings, tokenizer_of_data
@@ -168,7 +168,7 @@ def _run(
     step: int | None,
     overrides: Sequence[str],
 ) -> None:
-    found = find_checkpoint_on_rank0(path, step, world)
+    found = find_checkpoint_together(path, step, world)
     settings = [*overrides, "eval.layout=documents"]  # independent of the run's evaluations
     config = read_settings(found.directory, settings, reads_data=True)
     use_threads(config.train)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
+from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.runtime.distributed import World
 from dist_mem.training import run
@@ -22,6 +22,7 @@ from tests.support.jobs import build_books, checkpoint_content, difference, trai
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import Pools, RankPool
 from tests.support.run_memories import small_memory
+from tests.support.saving import newest_verified
 from tests.support.write_points import WritePoints
 
 AVERAGES = f"{EXAMPLES / 'averages.py'}:Averages"  # a file more in a checkpoint

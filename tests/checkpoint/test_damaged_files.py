@@ -15,7 +15,7 @@ from safetensors.numpy import load_file as load_columns
 from safetensors.torch import load_file, save_file
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.manifest import newest_verified, read_manifest, verify
+from dist_mem.checkpoint.manifest import read_manifest, verify
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.index import fingerprint_of, write_index
@@ -27,7 +27,7 @@ from tests.support import paths
 from tests.support.damaged_json import places
 from tests.support.faults import flip
 from tests.support.messages import refused
-from tests.support.saving import commit_small, rewrite_manifest
+from tests.support.saving import commit_small, newest_verified, rewrite_manifest
 
 GOLDEN = paths.GOLDEN / "formats"
 NUM_EDITS = 40  # of each file; the seeds are their numbers

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
+from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.checkpoint.retention import Validation, prune
 from dist_mem.config import CheckpointConfig, ConfigError, load_config
 from tests.support.messages import refused, said
-from tests.support.saving import commit_small, names
+from tests.support.saving import commit_small, names, newest_verified
 
 COUNTS = st.none() | st.integers(1, 4)
 RULES = st.builds(CheckpointConfig, keep_last=st.integers(1, 4), keep_every=COUNTS, keep_best=COUNTS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dist_mem.checkpoint import commit
-from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
+from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.checkpoint.saver import Saver
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.errors import DivergedError
@@ -25,7 +25,7 @@ from tests.support.jobs import logged_steps, train_here, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.messages import described, said
 from tests.support.ranks import Pools
-from tests.support.saving import before_writing, names
+from tests.support.saving import before_writing, names, newest_verified
 
 init_state = TransformerXL.init_state
 

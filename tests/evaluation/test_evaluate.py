@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.manifest import step_dir
+from dist_mem.checkpoint import manifest
+from dist_mem.checkpoint.manifest import read_manifest, step_dir
 from dist_mem.config import DataConfig
 from dist_mem.data.shard import Index, read_index, write_split
 from dist_mem.data.tokenizers.registry import train_sentencepiece
@@ -20,7 +22,7 @@ from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.scores import Report, read_report
 from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.memory import memory_kinds
-from dist_mem.runtime import progress
+from dist_mem.runtime import files, progress
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.locks import hold_file
 from tests.support.faults import assert_says, flip, small_disk
@@ -181,6 +183,30 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_the_reason(
     printed = capfd.readouterr()
     said_line(printed.err, "passed over: ", "rank-00000.safetensors", "SHA-256")
     assert str(step_dir(run_dir, 3)) in printed.out
+
+
+def find_and_record(world: World, run_dir: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that all ranks find, and the files that this one has hashed."""
+    hashed: list[str] = []
+
+    def sha256_of(path: Path) -> str:
+        hashed.append(path.relative_to(run_dir / "checkpoints").as_posix())
+        return files.sha256_of(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "sha256_of", sha256_of)
+        return job.find_checkpoint_together(run_dir, None, world).directory, hashed
+
+
+def test_the_ranks_share_the_work_of_verifying_a_checkpoint(run_dir: Path, rank_pool: Pools) -> None:
+    directory = step_dir(run_dir, 12)
+    found = rank_pool(2).run(find_and_record, run_dir)
+    assert [path for path, _ in found] == [directory] * 2
+    shares = [hashed for _, hashed in found]
+    assert all(shares)
+    assert sorted(chain(*shares)) == [f"{directory.name}/{name}" for name in read_manifest(directory)["files"]]
+    damage(run_dir, 12)
+    assert {path for path, _ in rank_pool(2).run(find_and_record, run_dir)} == {step_dir(run_dir, 3)}
 
 
 def test_a_report_that_cannot_be_written_is_shown_all_the_same(

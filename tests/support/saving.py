@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dist_mem.checkpoint import commit, manifest
-from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir
+from dist_mem.checkpoint.manifest import describe_file, files_in, first_verified, list_steps, step_dir, verify
 from dist_mem.runtime.files import write_hashed
 
 Hook = Callable[[Path], None]  # called with the path of every file before it is written
@@ -41,6 +41,12 @@ def commit_small(run_dir: Path, step: int, validation: dict[str, Any] | None = N
     files = {"content": describe_file(directory / "content")}
     manifest.write_manifest(directory, {**FACTS, "step": step, "validation": validation, "files": files})
     return directory
+
+
+def newest_verified(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint of a run that verifies, and why newer ones were not chosen; see `first_verified`."""
+    found = first_verified([step_dir(run_dir, step) for step in reversed(list_steps(run_dir))], verify)
+    return (found[0], found[2]) if found else (None, [])
 
 
 def rewrite_manifest(directory: Path, **changes: Any) -> None:

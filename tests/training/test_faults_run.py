@@ -11,7 +11,7 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint import commit, saver
-from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
+from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.errors import EXIT_FAILED, UnfitError
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
@@ -23,7 +23,7 @@ from tests.support.limits import wait_until
 from tests.support.messages import refused, said, said_line
 from tests.support.rank_errors import error_of
 from tests.support.ranks import Pools, launcher_environment
-from tests.support.saving import names
+from tests.support.saving import names, newest_verified
 
 
 def said_once(text: str, *named: object) -> None:

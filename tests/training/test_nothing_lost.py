@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
+from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 from dist_mem.memory import memory_kinds
 from dist_mem.tracking.log import METRICS_FILE, find_entries, read_points
@@ -28,6 +28,7 @@ from tests.support.limits import wait_until
 from tests.support.power import Disk, disk_without_power
 from tests.support.ranks import Pools
 from tests.support.restoring import CHAINS, train_leg
+from tests.support.saving import newest_verified
 from tests.support.tracked import history, nested_runs, track_sync
 
 # Of each memory: losses of power, kills and signals after a new checkpoint, and kills at any time of a start.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dist_mem.data.plan import segment_starts
 from dist_mem.errors import run_error
-from dist_mem.evaluation.job import StopCheck, find_checkpoint_on_rank0, run_on_ranks, use_threads
+from dist_mem.evaluation.job import StopCheck, find_checkpoint_together, run_on_ranks, use_threads
 from dist_mem.evaluation.report_names import names_of
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
 from dist_mem.generation.text import read_file
@@ -59,7 +59,7 @@ def run(asked: InspectionRequest, *, out: Path | None, early: StopSignal | None 
         text = None if asked.text is None else read_file(asked.text, "--text")
         runs = [asked.run, *filter(None, [asked.against])]
         labels = names_of(runs)
-        found = [find_checkpoint_on_rank0(path, None, world) for path in runs]
+        found = [find_checkpoint_together(path, None, world) for path in runs]
         target = out or found[0].run_dir / PAGE_NAME
         _check_writable(target)  # what is wrong is said before a model reads for hours
         evaluations = [

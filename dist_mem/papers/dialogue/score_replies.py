@@ -25,7 +25,7 @@ from dist_mem.evaluation.job import (
     StopCheck,
     data_tag,
     describe_evaluation,
-    find_checkpoint_on_rank0,
+    find_checkpoint_together,
     read_memory_file_of,
     run_on_ranks,
     track,
@@ -128,7 +128,7 @@ def run(
 def _run(
     world: World, check: StopCheck, *, path: Path, settings: DialogueRequest, step: int | None, overrides: Sequence[str]
 ) -> None:
-    found = find_checkpoint_on_rank0(path, step, world)
+    found = find_checkpoint_together(path, step, world)
     whole = ["eval.layout=documents", "eval.max_document_len=null"]  # each conversation separately, to its end
     config = read_settings(found.directory, [*overrides, *whole], reads_data=True)
     if protocol_of(config).blocks:
