@@ -165,7 +165,7 @@ def run(
         )
     del meeting
     run_dir = Path(config.run_dir)
-    lease, new_folders = None, missing_folders(run_dir)
+    lease, new_folders = None, missing_folders(run_dir) if world.rank == 0 else []
     begin = Beginning(began, last_sign_of_life(run_dir) if world.rank == 0 else None)
     try:
         lease = hold_run_dir(run_dir, world, stop_signal)

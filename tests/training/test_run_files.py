@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.errors import RunError
+from dist_mem.config import load_config
+from dist_mem.errors import RunError, UnusableError
+from dist_mem.runtime import distributed
+from dist_mem.runtime.distributed import World
+from dist_mem.training import run as run_module
 from dist_mem.training.run_files import check_run_files
 from tests.support.faults import CONTENTS, PLACES, Damage
 from tests.support.jobs import finish, start_ranks, write_config
+from tests.support.ranks import Pools
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,33 @@ def start_again(run: Path, to: Path, damaged: Path, damage: Damage) -> tuple[int
     before = content(to / "run")
     codes, text = finish(start_ranks(["train", "job.yaml", "train.steps=6"], world_size=1, cwd=to))
     return codes[0], text, content(to / "run") == before
+
+
+def folders_looked_for(world: World, run_dir: Path) -> list[Path]:
+    """What this rank looks for before rank 0 holds the run directory; the start ends there."""
+    found: list[Path] = []
+
+    def refuse(*_: object) -> None:
+        raise UnusableError("held")
+
+    def look(path: Path) -> list[Path]:
+        found.append(path)
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "before_joining", lambda *_: None)
+        patch.setattr(run_module, "missing_folders", look)
+        patch.setattr(run_module, "hold_run_dir", refuse)
+        patch.setattr(distributed, "initialize", lambda **_: world)
+        patch.setattr(distributed, "shut_down", lambda **_: None)
+        with pytest.raises(UnusableError, match="held"):
+            run_module.run(load_config([f"run_dir={run_dir}", "train.steps=1", "memory.kind=none"]))
+    return found
+
+
+def test_no_rank_looks_for_the_run_directory_before_rank_0_has_made_it(tmp_path: Path, rank_pool: Pools) -> None:
+    """The node of a rank that did would keep for half a minute that nothing is there, on NFS."""
+    assert rank_pool(2).run(folders_looked_for, tmp_path / "run") == [[tmp_path / "run"], []]
 
 
 EVERY = [*PLACES, *CONTENTS]
