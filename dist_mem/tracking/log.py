@@ -26,7 +26,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -272,10 +272,15 @@ def read_entries(path: Path) -> Iterator[Entry]:
 
 def find_entries(path: Path, *kinds: str) -> list[Entry]:
     """Return every entry of some kinds; faster on a large log than `read_entries`."""
-    begins = tuple(_BEGIN + kind.encode() + b'"' for kind in kinds)
+    begins = _begins(kinds)
     with open_regular(path) as file:
         found = [_decode(line) for line in file if line.startswith(begins) and line.endswith(b"\n")]
     return [entry for entry in found if entry.kind != DAMAGED]
+
+
+def _begins(kinds: Sequence[str]) -> tuple[bytes, ...]:
+    """Return how the lines of these kinds begin; of no kinds, those of all."""
+    return tuple(_BEGIN + kind.encode() + b'"' for kind in kinds) or (b"",)
 
 
 def is_superseded(entry: Entry, branches: Iterable[Entry]) -> bool:
@@ -293,9 +298,14 @@ def is_superseded(entry: Entry, branches: Iterable[Entry]) -> bool:
 class LogReader:
     """A position in a log that another process may be writing; `pass_batch` moves it past the batch that was read."""
 
-    def __init__(self, path: Path, num_done: int = 0) -> None:
-        """Start after the first `num_done` entries; at the first entry if there are fewer (an old copy)."""
+    def __init__(self, path: Path, num_done: int = 0, *, kinds: Sequence[str] = ()) -> None:
+        """Start after the first `num_done` entries; at the first entry if there are fewer (an old copy).
+
+        Args:
+            kinds: of the entries to return, which all others are passed for without decoding them; empty: all.
+        """
         self._path = path
+        self._begins = _begins(kinds)
         with open_regular(path) as file:
             self._offset = start = len(file.readline())  # the header
             self.num_done = 0
@@ -309,13 +319,15 @@ class LogReader:
     def batch(self, size: int) -> list[Entry]:
         """Return the next entries, at most `size`; repeated calls return the same ones until `pass_batch`."""
         entries: list[Entry] = []
-        offset = self._offset
+        num_done, offset = self.num_done, self._offset
         with open_regular(self._path) as file:  # each time, so that a network file system shows new entries
             file.seek(offset)
             while len(entries) < size and (line := file.readline()).endswith(b"\n"):
-                entries.append(_decode(line))
+                if line.startswith(self._begins):
+                    entries.append(_decode(line))
+                num_done += 1
                 offset += len(line)
-        self._ahead = (self.num_done + len(entries), offset)
+        self._ahead = (num_done, offset)
         return entries
 
     def pass_batch(self) -> None:

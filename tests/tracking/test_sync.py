@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -21,6 +22,7 @@ from dist_mem.config import change_config, save_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.runtime.file_schema import read_json_lines, text
 from dist_mem.runtime.files import sha256_of
+from dist_mem.tracking import log
 from dist_mem.tracking.log import (
     BODIES,
     FORMAT_VERSION,
@@ -364,6 +366,33 @@ def test_what_this_program_writes_is_a_log_that_it_can_read(whole_run: Path, sql
     kinds = {entry.kind for entry in read_entries(whole_run / METRICS_FILE)}
     assert kinds == BODIES.keys() - {"repeat", "system"}
     assert sync(whole_run, sqlite_uri)[0] == EXIT_DONE
+
+
+def test_what_mlflow_has_of_a_run_is_not_decoded_to_send_an_evaluation(
+    tmp_path: Path, sqlite_uri: str, sync: Sync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log of 100,000 points takes ten seconds, which are all that MLflow has."""
+    run_dir = make_run(tmp_path / "run", sqlite_uri, *[POINT] * 50)
+    assert sync(run_dir, sqlite_uri)[0] == EXIT_DONE
+    decoded: list[str] = []
+    checked_by: list[str] = []
+    decode, check_log = log._decode, log.check_log
+
+    def note(line: bytes) -> Entry:
+        decoded.append((entry := decode(line)).kind)
+        return entry
+
+    def check(path: Path) -> None:
+        checked_by.append(threading.current_thread().name)
+        check_log(path)
+
+    monkeypatch.setattr(log, "_decode", note)
+    monkeypatch.setattr("dist_mem.tracking.mlflow.sync.check_log", check)
+    tracking = config_for(sqlite_uri).tracking
+    given = [f"tracking.uri={sqlite_uri}"]
+    assert log_to_run(tracking, run_dir=run_dir, step=1, metrics={"nll": 1.0}, files=[], overrides=given) is None
+    assert 0 < len(decoded) < 8, "those of the evaluation, and the first of the log"
+    assert set(checked_by) == {"MainThread"}, "before MLflow's time"
 
 
 def test_an_evaluation_of_another_run_is_refused(whole_run: Path, sqlite_uri: str, sync: Sync) -> None:

@@ -112,10 +112,10 @@ class Sender:
             self.run.send_tags(counts)
             self.num_sent += len(batch)
         while batch := self._files.batch(_LARGEST_BATCH):
-            has_files = self._send_files(batch)
+            self._send_files(batch)
             self._files.pass_batch()
-            if has_files:
-                self.run.send_tags({SENT_FILES_TAG: str(self._files.num_done)})
+            self.run.send_tags({SENT_FILES_TAG: str(self._files.num_done)})
+        self._files.pass_batch()  # what follows the last file
 
     def send_whole(self, path: Path) -> None:
         """Send the file of an evaluation of the same run. No tag counts its entries, so all of them are sent."""
@@ -142,15 +142,16 @@ class Sender:
         self.run.open(start_time=first[0].time if first else None)
         tags = self.run.tags
         self._entries = LogReader(self._log, int(tags.get(SENT_TAG, 0)))
-        self._files = LogReader(self._log, int(tags.get(SENT_FILES_TAG, 0)))
+        self._files = LogReader(self._log, int(tags.get(SENT_FILES_TAG, 0)), kinds=_FILES)
         self._branches, self._nested = [], []
         self._find_branches()
         self._is_open = True
 
     def _find_branches(self) -> None:
         """Find the branches of the log, and nest runs for those whose steps MLflow has already."""
-        points = find_entries(self._log, "point")
-        for branch in find_entries(self._log, "branch")[len(self._branches) :]:
+        branches = find_entries(self._log, "branch")[len(self._branches) :]
+        points = find_entries(self._log, "point") if branches else []  # those of a long run take seconds
+        for branch in branches:
             first, before = branch.body["first"], branch.body["before"]
             names = names_of_all_steps(entry for entry in points if is_superseded(entry, [branch]))
             sent = [metric.step for name in names for metric in self.run.history(name) if metric.timestamp < before]
@@ -183,12 +184,11 @@ class Sender:
         points = [point for body in entry.body["points"] if not is_superseded(point := Entry(*body), self._branches)]
         self.run.send_checkpoint(entry, points, self._run_of(entry))
 
-    def _send_files(self, batch: Sequence[Entry]) -> bool:
-        """Send the files; return whether there were any."""
-        files = [entry for entry in batch if entry.kind in _FILES]
-        for entry in files:
-            self._try(self.run.send, entry, name=entry.body.get("path", entry.body.get("name")))
-        return bool(files)
+    def _send_files(self, batch: Sequence[Entry]) -> None:
+        """Send the files of a batch."""
+        for entry in batch:
+            if entry.kind in _FILES:
+                self._try(self.run.send, entry, name=entry.body.get("path", entry.body.get("name")))
 
     def _try(self, send: Callable[[Entry], None], entry: Entry, *, name: str) -> None:
         """Send an entry, or report that MLflow refuses it for good."""

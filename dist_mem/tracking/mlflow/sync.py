@@ -154,17 +154,44 @@ def send_log(
         UnusableError: the run has no log, or a damaged one, or only the run directory names the store.
         Exception: any error of MLflow's client; another call sends the rest.
     """
+    check_named(tracking, run_dir, is_named=is_named)
+    kept = _check_entries(run_dir)
+    return _send(tracking, run_dir, kept, report=report, is_dead=is_dead, is_named=is_named)
+
+
+def _check_entries(run_dir: Path) -> list[Path]:
+    """Check every entry of the log of a run and of its evaluations, which takes seconds for a long run.
+
+    Returns:
+        The evaluations.
+
+    Raises:
+        UnusableError: the run has no log, or a damaged one.
+    """
     log = run_dir / METRICS_FILE
     if not log.exists():
         raise UnusableError(f"{log} is missing: the run has recorded nothing")
-    check_named(tracking, run_dir, is_named=is_named)
     header, kept = read_header(log), sorted(run_dir.glob(_EVALUATIONS))
     for path in (log, *kept):
         with suppress(FileNotFoundError):  # another process has sent it
             check_log(path)
             if read_header(path).uid != header.uid:
                 raise LogError(f"{path} is an evaluation of another run than {log}: move it away")
-    target = target_of(tracking, run_dir, header, is_named=is_named)
+    return kept
+
+
+def _send(
+    tracking: TrackingConfig,
+    run_dir: Path,
+    kept: Sequence[Path],
+    *,
+    report: Callable[[str], None],
+    is_dead: Callable[[], bool] = lambda: False,
+    is_named: bool,
+) -> Sender:
+    """Send what `_check_entries` has checked; `kept` are the evaluations. See `send_log`."""
+    log = run_dir / METRICS_FILE
+    target = target_of(tracking, run_dir, read_header(log), is_named=is_named)
     sender = Sender(target, log, report=hide_credentials(report, target.uri))
     sender.send()
     for path in kept:
@@ -220,11 +247,18 @@ def log_to_run(
         return f"{error}; {kept}"
     if not is_installed("mlflow"):
         return f"{not_installed('mlflow', 'MLflow tracking')}; {kept}"
-    import_mlflow_quietly()  # here: an import can take seconds on a slow disk, and EVALUATION_SECONDS are for MLflow
+    # Here, because EVALUATION_SECONDS are for MLflow: entries of a long run and an import take seconds.
+    try:
+        evaluations = _check_entries(run_dir)
+    except LogError as error:
+        raise UnusableError(f"{error}; {kept}") from error
+    except (OSError, UnusableError) as error:
+        return f"{error}; {kept}"
+    import_mlflow_quietly()
     messages: list[str] = []
     senders: list[Sender] = []
     delivery = Delivery(
-        lambda: senders.append(send_log(tracking, run_dir, report=messages.append, is_named=is_named)),
+        lambda: senders.append(_send(tracking, run_dir, evaluations, report=messages.append, is_named=is_named)),
         report=hide_credentials(messages.append, store_uri(tracking)),
         service=f"MLflow at {store_uri(tracking)}",
     )
