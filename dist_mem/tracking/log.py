@@ -54,6 +54,7 @@ FORMAT_VERSION = 4
 DAMAGED = "damaged"  # kind of an entry that cannot be read
 EMPTIED = "emptied"  # kind of a line that a user has emptied, as _REMEDY says
 STATUSES = ("FINISHED", "FAILED", "KILLED")  # of a run that has ended
+_COUNTED = ("point", "repeat", "rewind")  # kinds that say which points count
 _BEGIN = b'{"kind": "'  # of every entry
 _BLOCK = 1 << 18  # bytes that `last_point` reads at once
 _REMEDY = "; correct that line, or empty it and keep its end: MLflow counts lines"
@@ -176,14 +177,17 @@ def read_points(path: Path) -> list[Point]:
     Raises:
         UnusableError: a line is no entry, or the file is a pipe.
     """
-    if is_missing(path):
-        return []
+    return [] if is_missing(path) else select_counted(read_checked(path, *_COUNTED))
+
+
+def select_counted(entries: Iterable[Entry]) -> list[Point]:
+    """Return the points that count, from the entries of a log that are points, repeats and rewinds, perhaps others."""
     points: list[Point] = []
-    for entry in _check_entries(path):
+    for entry in entries:
         if entry.kind == "rewind":
             points = [point for point in points if point.step <= entry.body["step"]]
             points = points[: len(points) - entry.body.get("surplus", 0)]
-        else:
+        elif entry.kind in _COUNTED:
             points.append(as_point(entry))
     return points
 
@@ -203,19 +207,19 @@ def check_log(path: Path) -> None:
                 read_json_line(line, _entry, path, LogError, _REMEDY, place=f"line {number}")
 
 
-def _check_entries(path: Path) -> Iterator[Entry]:
-    """Yield the entries of points and rewinds. Raises UnusableError for a line that is no entry of any kind."""
+def read_checked(path: Path, *kinds: str) -> Iterator[Entry]:
+    """Yield the entries of some kinds. Raises UnusableError for a line that is no entry of any kind."""
     with open_regular(path) as file:
         _header(file.readline(), path)
         for number, line in enumerate(file, start=2):
-            if line.endswith(b"\n") and (entry := _check_line(line, path, place=f"line {number}")):
+            if line.endswith(b"\n") and (entry := _check_line(line, path, kinds, place=f"line {number}")):
                 yield entry
 
 
-def _check_line(line: bytes, path: Path, *, place: str) -> Entry | None:
-    """Return the entry of a point or a rewind; None for an emptied line and for other kinds, which are not decoded."""
+def _check_line(line: bytes, path: Path, kinds: Sequence[str], *, place: str) -> Entry | None:
+    """Return an entry of some kinds; None for an emptied line and for other kinds, which are not decoded."""
     kind = line.removeprefix(_BEGIN).partition(b'"')[0].decode("ascii", "replace")
-    if kind in ("point", "repeat", "rewind"):
+    if kind in kinds:
         return _with_floats(Entry(**read_json_line(line, _ENTRIES[kind], path, LogError, _REMEDY, place=place)))
     if line.strip() and not line.startswith(_BEGIN):
         raise LogError(f"{path} is damaged ({place} is no entry of a log){_REMEDY}")
@@ -233,7 +237,7 @@ def last_point(path: Path, metric: str) -> Point | None:
     read_header(path)
     last_step, surplus = math.inf, 0  # of a step, as all surplus points are of the one that is restored
     for count, line in enumerate(_lines_backwards(path), start=1):
-        entry = _check_line(line, path, place=f"line {count} from its end")
+        entry = _check_line(line, path, _COUNTED, place=f"line {count} from its end")
         if entry is None or entry.body["step"] > last_step:
             continue
         if entry.kind == "rewind":

@@ -25,7 +25,7 @@ from dist_mem.config.settings import differing_keys
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import make_folder
 from dist_mem.supervision.lease import refuse_if_taken_over_throttled
-from dist_mem.tracking.log import METRICS_FILE, Header, Log, check_log, find_entries, new_uid, write_log
+from dist_mem.tracking.log import METRICS_FILE, Header, Log, find_entries, new_uid, write_log
 from dist_mem.tracking.mlflow.sender import MlflowReader
 from dist_mem.tracking.mlflow.store import check_store, choose_sending, experiment_of, settle_run_id, store_uri
 from dist_mem.tracking.mlflow.system_metrics import record_system_metrics
@@ -67,7 +67,7 @@ def start_tracking(
     num_points: int | None = None,
     measurements: Collection[str] = (),
 ) -> Tracker:
-    """Return the tracker of rank 0; other ranks use `Tracker()`.
+    """Return the tracker of rank 0; other ranks use `Tracker()`. `check_run_files` has checked an existing log.
 
     Args:
         first_step: the step training continues from, 0 for a fresh start; recorded points past it are superseded.
@@ -116,7 +116,6 @@ def _open_log(tracking: TrackingConfig, name: str, run_dir: Path) -> Log:
     if not path.exists():
         experiment = experiment_of(tracking) if tracking.mlflow else None
         write_log(path, Header(new_uid(), tracking.run_name or name, experiment))
-    check_log(path)
     return Log(path, partial(refuse_if_taken_over_throttled, run_dir))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.errors import TakenOverError
-from dist_mem.tracking.log import STATUSES, Entry, Log, Point, as_point, find_entries, is_superseded, read_points
+from dist_mem.tracking.log import STATUSES, Entry, Log, Point, as_point, is_superseded, read_checked, select_counted
 from dist_mem.tracking.names import OF_SYSTEM, in_group
 
 CLOSE_SECONDS = 30.0  # longest wait at the end of a run for a program that is not ours: the other ranks wait too
@@ -228,17 +228,18 @@ class LogSink(Sink):
         self._log, self._report, self._measurements = log, report, measurements
         self._since_checkpoint: list[Entry] = []  # points past the newest checkpoint, or since the restored step
         self.num_lost = 0
-        points = read_points(log.path)
         self._began = log.append("status", {"status": "RUNNING"}, at=time.time())
-        num_kept = self._continue_from(first_step, points, num_points)
+        num_kept = self._continue_from(first_step, num_points)
         self.num_lost = max(0, (num_points or 0) - num_kept)
         self.num_points += self.num_lost
         if self.num_lost:
             has = f"{num_kept} of the {num_points} points that were logged up to step {first_step}"
             report(f"warning: {log.path} has {has}; the others are lost")
 
-    def _continue_from(self, step: int, points: Sequence[Point], num_points: int | None = None) -> int:
+    def _continue_from(self, step: int, num_points: int | None = None) -> int:
         """Return the number of points that count up to a step; the others are superseded."""
+        logged = list(read_checked(self._log.path, "point", "repeat", "rewind", "branch"))  # once: it takes seconds
+        points = select_counted(logged)
         found = [point for point in points if point.step <= step]
         of_step = [point for point in found if point.step == step]  # the last ones
         surplus = 0 if num_points is None else min(len(of_step), max(0, len(found) - num_points))
@@ -247,8 +248,8 @@ class LogSink(Sink):
             self._began = self._log.append("rewind", {"step": step, "surplus": surplus}, at=time.time())
         self.num_points = self.num_lost + num_kept
         counted = {name for point in of_step[: len(of_step) - surplus] for name in point.metrics}
-        branches = find_entries(self._log.path, "branch")
-        entries = [entry for entry in find_entries(self._log.path, "point") if not is_superseded(entry, branches)]
+        branches = [entry for entry in logged if entry.kind == "branch"]
+        entries = [entry for entry in logged if entry.kind == "point" and not is_superseded(entry, branches)]
         restored = [entry for entry in entries if entry.body["step"] == step]
         self._past = [entry for entry in restored if counted.isdisjoint(entry.body["metrics"])]
         self._past += [entry for entry in entries if entry.body["step"] > step]
@@ -281,7 +282,7 @@ class LogSink(Sink):
 
     def rewind(self, step: int) -> None:
         self._log.advance_clock()
-        self._continue_from(step, read_points(self._log.path))
+        self._continue_from(step)
 
     def flush(self) -> None:
         self._log.flush()

@@ -6,7 +6,7 @@ import json
 import math
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -18,6 +18,7 @@ import pytest
 from dist_mem.config import load_config
 from dist_mem.config.resume_rules import changed_keys
 from dist_mem.errors import UnusableError
+from dist_mem.tracking import log
 from dist_mem.tracking.log import (
     BODIES,
     DAMAGED,
@@ -38,7 +39,9 @@ from dist_mem.tracking.log import (
 )
 from dist_mem.tracking.start import parameters_entry
 from dist_mem.tracking.tracker import LogSink, Rollback, Tracker
+from tests.support.configs import config_from
 from tests.support.messages import refused
+from tests.support.tracked import job, start, steps
 
 HEADER = Header("uid", "demo", {"name": "dist_mem"})
 DATA = "a key that is data"
@@ -293,6 +296,23 @@ def damages(kind: str) -> Iterator[tuple[str, Any]]:
             elif other is ... and isinstance(inner, dict) and last != DATA and (kind, *place) not in OPTIONAL:
                 del inner[last]
                 yield f"{place} is missing", damaged
+
+
+def test_a_start_decodes_every_point_of_the_log_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a long run take seconds each time, in which hundreds of GPUs wait for rank 0."""
+    config = config_from({"name": "demo", "tracking": {"mlflow": False}})
+    job(config, tmp_path, steps(1, 20))
+    decoded: list[bytes] = []
+
+    def note(decode: Callable[..., Any], line: bytes, *more: Any, **named: Any) -> Any:
+        decoded.append(line)
+        return decode(line, *more, **named)
+
+    for name in ("read_json_line", "_decode"):
+        monkeypatch.setattr(log, name, partial(note, getattr(log, name)))
+    start(config, tmp_path, first_step=15).close("FINISHED")
+    points = [line for line in decoded if b'"point"' in line]
+    assert len(points) == len(set(points)) == 20
 
 
 def test_every_kind_of_entry_is_written_and_read(path: Path) -> None:
