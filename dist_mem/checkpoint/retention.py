@@ -79,13 +79,18 @@ def _best(kept: Sequence[StoredCheckpoint], most: int) -> list[int]:
 def prune(run_dir: Path, step: int, rules: CheckpointConfig) -> list[str]:
     """Delete superfluous checkpoints once that of `step` is committed; return one message per checkpoint.
 
-    A checkpoint that cannot be deleted gets a message too; the next save tries again.
+    A checkpoint that cannot be deleted gets a message too; the next save tries again. No error of the disk is raised:
+    all ranks would take the committed checkpoint for one that could not be written.
     """
     if rules.keep_last is None:
         return []
     messages = []
-    left = sorted(step_dir(run_dir, step).parent.glob(f".*{_DELETED}"))  # by a save that could not delete them
-    superfluous = find_superfluous(stored_checkpoints(run_dir, step), rules)
+    folder = step_dir(run_dir, step).parent
+    try:
+        left = sorted(folder.glob(f".*{_DELETED}"))  # by a save that could not delete them
+        superfluous = find_superfluous(stored_checkpoints(run_dir, step), rules)
+    except OSError as error:
+        return [f"cannot look for checkpoints to delete in {folder}: {error}"]
     for directory in [*left, *(step_dir(run_dir, old) for old in superfluous)]:
         try:
             _delete(directory)

@@ -1,5 +1,6 @@
 """Which checkpoints stay: what the rules promise, over any history of saves, damage and set-backs."""
 
+import errno
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dist_mem.checkpoint import retention
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.checkpoint.retention import Validation, prune
 from dist_mem.config import CheckpointConfig, ConfigError, load_config
@@ -90,6 +92,20 @@ def test_checkpoints_past_the_newest_do_not_count_and_stay(tmp_path: Path) -> No
     assert messages == [f"deleted {step_dir(tmp_path, 5)}, which checkpoint.keep_* do not keep"]
     assert list_steps(tmp_path) == [7, 10, 20]
     assert step_dir(tmp_path, 15).with_name("step-00000015.broken").is_dir()
+
+
+def test_a_folder_that_cannot_be_listed_after_the_commit_is_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is committed: an error would end the job on all ranks as if it were not."""
+    commit_small(tmp_path, 5)
+
+    def fail(run_dir: Path) -> list[int]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(retention, "list_steps", fail)
+    (message,) = prune(tmp_path, 5, CheckpointConfig(keep_last=1))
+    said(message, tmp_path / "checkpoints", "Stale file handle")
 
 
 def test_rules_that_would_do_nothing_are_refused() -> None:
