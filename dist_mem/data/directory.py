@@ -45,7 +45,7 @@ from dist_mem.data.remote.fetch import (
 from dist_mem.data.remote.stage import stage, stage_on_all_ranks
 from dist_mem.data.shard import Index, ShardSource, read_index
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.registry import JSON_NAME, KINDS, load_tokenizer, read_tokenizer_metadata
+from dist_mem.data.tokenizers.registry import JSON_NAME, KINDS, load_tokenizer, read_described, read_tokenizer_metadata
 from dist_mem.runtime.environment import user_cache_dir
 from dist_mem.runtime.files import fsync_path, sha256_of
 
@@ -214,10 +214,13 @@ def _download_metadata(data: DataConfig, directory: Path, splits: Sequence[str])
     name = KINDS[metadata["kind"]].file_name
     if name is not None:
 
-        def verify(path: Path) -> None:
+        def is_same(path: Path) -> None:  # never where the fingerprint is not of all that the file has
             _check_sha256(path, metadata["fingerprint"], JSON_NAME)
 
-        if not _is_good(directory.parent / name, verify):
+        def verify(path: Path) -> None:
+            read_described(path, metadata)
+
+        if not _is_good(directory.parent / name, is_same):
             download(address(data.path, name), directory / name, limit=METADATA_BYTES, verify=verify)
     for split in splits:
         _download_index(data, directory, split)

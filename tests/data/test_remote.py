@@ -15,6 +15,8 @@ from dist_mem.data.plan import START, DocumentPlan
 from dist_mem.data.remote.fetch import WrongRemoteError, address, is_remote, show
 from dist_mem.data.segments import read_lane
 from dist_mem.data.shard import Index, check_document, fetch_shards, read_index, read_tokens
+from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer
+from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation import evaluate
@@ -28,6 +30,7 @@ from tests.support.lane_corpus import BOS, LENGTHS, SEG_LEN, make_split
 from tests.support.limits import wait_until
 from tests.support.messages import refused, said
 from tests.support.ranks import Pools, launcher_environment
+from tests.support.tokenizer_kinds import MAKE
 
 pytestmark = pytest.mark.servers
 
@@ -99,6 +102,29 @@ def test_a_lane_has_the_tar_of_its_next_document_fetched_ahead(server: FileServe
     expected = {index.documents[number].shard for number in plan.documents(0, 0)[:2]}
     wait_until(lambda: {path.name for path in index.split_dir.glob("*.tar")} == expected, f"{expected}", seconds=10)
     index.source.close()
+
+
+@pytest.mark.parametrize("kind", sorted(MAKE))
+def test_a_tokenizer_of_every_kind_is_read_and_comes_as_it_is_now(
+    server: FileServer, data: DataConfig, kind: str
+) -> None:
+    tokenizer = MAKE[kind](" ".join(map(str, range(99))) + "\na river, and a lamp in the water")
+    save_tokenizer(tokenizer, server.root)
+    opened(data)
+    assert open_tokenizer(data).fingerprint == tokenizer.fingerprint
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.files["chat_template.jinja"] = "{{ corrected }}"  # is not in the fingerprint
+        save_tokenizer(tokenizer, server.root)
+    opened(data)
+    assert open_tokenizer(data).content() == tokenizer.content()
+    assert server.asked[tokenizer.file_name or ""] == {"bytes": 0, "huggingface": 2}.get(kind, 1)
+
+
+def test_a_tokenizer_that_is_not_the_described_one_is_refused(server: FileServer, data: DataConfig) -> None:
+    save_tokenizer(MAKE["words"]("a lamp"), server.root)
+    (server.root / "tokenizer.words").write_bytes(MAKE["words"]("a river").content() or b"")
+    with refused(WrongRemoteError, f"{server.url}/tokenizer.words"):
+        opened(data)
 
 
 def test_columns_come_again_only_if_the_index_names_others(server: FileServer, data: DataConfig) -> None:

@@ -189,7 +189,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "not json": (lambda path: (path / "tokenizer.json").write_text("{"), "json is damaged"),
     "newer": (lambda path: edit_json(path, format_version=2), "json has format_version 2"),
     "unknown kind": (lambda path: edit_json(path, kind="letters"), "json: unknown kind 'letters'"),
-    "other tokenizer": (lambda path: edit_json(path, fingerprint="0"), "json describes another tokenizer"),
+    "other tokenizer": (lambda path: edit_json(path, fingerprint="0"), "model is another tokenizer"),
     "no model": (lambda path: (path / "tokenizer.model").unlink(), "model is missing"),
     "cut model": (lambda path: (path / "tokenizer.model").write_bytes(b"\x0a\x99"), "model is damaged"),
 }

@@ -12,7 +12,7 @@ class Tokenizer:
 
     kind: str  # as in tokenizer.json
     keeps_text: bool = True  # the pieces of a text, joined, are its bytes
-    file_name: str | None = None  # of the trained model in a data directory; the file's sha256 is the fingerprint
+    file_name: str | None = None  # of the trained model in a data directory
 
     def __init__(self, pieces: list[bytes], *, bos_id: int, fingerprint: str) -> None:
         """`pieces`: UTF-8 bytes of every id, none for BOS and the like; `fingerprint`: of the whole vocabulary."""

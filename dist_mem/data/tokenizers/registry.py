@@ -8,7 +8,7 @@ pairs; or tokenizer.huggingface.json, the files of a published model's.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -135,24 +135,27 @@ def load_tokenizer(data_dir: Path | str) -> Tokenizer:
         ValueError: a file is missing, damaged or of a newer format.
         UnusableError: the library of this kind is not installed.
     """
-    data_dir = Path(data_dir)
     metadata = read_tokenizer_metadata(data_dir)
-    kind = KINDS[metadata["kind"]]
-    path, content = data_dir / (kind.file_name or JSON_NAME), b""
-    if kind.file_name is not None:
-        with reading(path, ": build the dataset again, or copy it from where it was built"):
-            content = read_regular(path)
+    return read_described(Path(data_dir) / (KINDS[metadata["kind"]].file_name or JSON_NAME), metadata)
+
+
+def read_described(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
+    """Load the tokenizer of a file that tokenizer.json describes; where the kind has none, the path is that of it.
+
+    Raises:
+        ValueError, UnusableError: as `load_tokenizer`; begins with the path.
+    """
+    with reading(path, ": build the dataset again, or copy it from where it was built"):
+        content = read_regular(path)
     try:
-        tokenizer = kind.from_content(content)
+        tokenizer = KINDS[metadata["kind"]].from_content(content)
     except UnusableError:  # a ValueError too, but a library is missing and the file is whole
         raise
     except (RuntimeError, ValueError) as error:
         raise ShardError(f"{path} is damaged ({error}): build the dataset again") from error
     stated = (metadata["fingerprint"], metadata["vocab_size"], metadata["bos_id"])
     if (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.bos_id) != stated:
-        raise ShardError(
-            f"{data_dir / JSON_NAME} describes another tokenizer than the one beside it: build the dataset again"
-        )
+        raise ShardError(f"{path} is another tokenizer than {JSON_NAME} describes: build the dataset again")
     return tokenizer
 
 
