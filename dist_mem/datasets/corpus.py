@@ -6,6 +6,7 @@ Data flow: find_files -> by_name, else split_names.py -> read_documents -> witho
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -50,7 +51,8 @@ class CorpusDocuments(NamedTuple):
 def find_files(sources: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> Files:
     """Return the files of the sources in the order of their names. One printed line counts what was passed over.
 
-    Of several folders, the name of one that is named as a split is part of the names of its files.
+    Of several sources, folders above a source that are named as a split are part of the names of its files, but for
+    those above all sources.
 
     Raises:
         UnusableError: a source is no corpus, there are no files, two have one name, or a library is missing; or as
@@ -58,16 +60,14 @@ def find_files(sources: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> F
     """
     corpus: Files = {}
     walked = []
-    for source in sources:
+    for source, prefix in zip(sources, _folders_of_splits(sources), strict=True):
         if source.is_dir():
             found = walk(source, suffixes)
-            is_split = len(sources) > 1 and split_named(source.name) is not None
-            prefix = f"{source.name}/" if is_split else ""
             files = {f"{prefix}{name}": path for name, path in found.files.items()}
             walked.append(found)
         elif source.is_file() and suffix_of(source.name, suffixes):
             check_name(source, source.name)
-            files = {source.name: source}
+            files = {f"{prefix}{source.name}": source}
         else:
             raise UnusableError(
                 f"--source {printable_name(source)} is neither a folder nor a file of {', '.join(suffixes)}"
@@ -86,6 +86,15 @@ def find_files(sources: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> F
     for path in corpus.values():
         check_library(path)
     return dict(sorted(corpus.items()))
+
+
+def _folders_of_splits(sources: Sequence[Path]) -> list[str]:
+    """Return for each source what comes before the names of its files: folders named as a split, with slashes."""
+    # A link to a folder keeps its own name, which `resolve` would not.
+    folders = [os.path.normpath((each if each.is_dir() else each.parent).absolute()) for each in sources]
+    above = os.path.commonpath(folders)
+    parts = [Path(folder).relative_to(above).parts for folder in folders]
+    return ["".join(f"{part}/" for part in found if split_named(part) is not None) for found in parts]
 
 
 def by_name(corpus: Files, *, fix: str) -> dict[str, Files] | None:

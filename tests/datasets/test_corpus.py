@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -78,9 +79,9 @@ def splits_of(out: Path) -> dict[str, str]:
     }
 
 
-def dealt(source: Path, *options: str) -> dict[str, str]:
-    """The same without a build."""
-    splits = texts_of("--source", source, *options)
+def dealt(*arguments: Path | str) -> dict[str, str]:
+    """The same without a build, of sources and options."""
+    splits = texts_of("--source", *arguments)
     return {document.title: split for split, documents in splits.items() for document in documents}
 
 
@@ -356,6 +357,22 @@ def test_several_sources_and_single_files_are_one_corpus(tmp_path: Path) -> None
     single = write(tmp_path / "three", ["d.txt"]) / "d.txt"
     assert build_files(tmp_path / "out", one, two, single, options=("--test", "0.5")) == 0
     assert sorted(title for split in titles(tmp_path / "out").values() for title in split) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("below", ["", "en/"])
+@pytest.mark.parametrize("are_files", [False, True])
+def test_what_was_held_out_stays_so_if_its_files_or_folders_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str, are_files: bool
+) -> None:
+    names = {split: [f"{split[:2]}{number}" for number in range(20)] for split in ("train", "test")}
+    expected = {name: split for split in names for name in names[split]}
+    folders = [write(tmp_path / split / below, [f"{name}.txt" for name in names[split]]) for split in names]
+    sources = [path for folder in folders for path in sorted(folder.iterdir())] if are_files else folders
+    assert dealt(*sources) == expected
+    monkeypatch.chdir(folders[0])
+    assert dealt(*(Path(os.path.relpath(source)) for source in sources)) == expected
+    train = [source for source in sources if "train" in source.parts]
+    assert set(dealt(*train, *SHARES).values()) == {"train", "validation", "test"}  # of one folder, as ever
 
 
 def test_what_cannot_be_dealt_is_named(tmp_path: Path) -> None:
