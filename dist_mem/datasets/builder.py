@@ -9,7 +9,8 @@ A builder (datasets/*.py) lists its documents and calls `build_dataset`. A scrip
 The tokenizer is trained first, on the train split only. Then worker processes encode consecutive documents in pieces of
 a few megabytes. Each piece is kept in `<out>/.build` under a name that is a checksum of its inputs. A builder that is
 started again after a kill finds its finished pieces and makes only the others. Last, one process writes the pieces into
-tars, in order; so the result does not depend on the number of workers.
+tars, in order; so the result does not depend on the number of workers. A build that overwrites another one is made in
+`<out>/.build/new`, and takes its place when it is whole.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.source import SourceDocument, check_sources, encode_text, recall_distances, scored_tokens
 from dist_mem.runtime.figures import json_text
-from dist_mem.runtime.files import open_regular, replacing
+from dist_mem.runtime.files import fsync_path, open_regular, replacing
 from dist_mem.runtime.locks import hold_folder
 from dist_mem.runtime.progress import Progress, show_count
 from dist_mem.runtime.terminal import count_noun, some
@@ -92,7 +93,7 @@ def build_dataset(
         workers: number of processes.
         official_words: split name -> published number of words, for splits that are complete.
         max_shard_bytes: size of a tar; piece_bytes: source text that one worker encodes at a time.
-        overwrite: replace the result of another call in `out`.
+        overwrite: replace the result of another call in `out`, when this one is whole.
 
     Raises:
         ValueError: a document cannot be used, or `out` contains another build.
@@ -102,36 +103,60 @@ def build_dataset(
     for split, documents in splits.items():
         check_names(name, split)
         check_sources(documents, split)
-    with hold_folder(out, f"--out {out}"):
-        if overwrite:
-            remove_dataset(out)
-        other = sorted(set(built_splits(out)) - set(splits))
+    training = {"vocab_size": vocab_size, "seed": seed, "max_sentences": max_sentences}
+
+    def build(place: Path) -> None:
+        other = sorted(set(built_splits(place)) - set(splits))
         if other:
-            raise _other_build(out / other[0] / INDEX_NAME)
-        training = {"vocab_size": vocab_size, "seed": seed, "max_sentences": max_sentences}
+            raise _other_build(place / other[0] / INDEX_NAME)
         if tokenizer is not None:
-            place_tokenizer(tokenizer, out)
+            place_tokenizer(used := tokenizer, place)
         elif tokenizer_kind == SentencePieceTokenizer.kind:
-            tokenizer = _train_tokenizer(splits.get("train", ()), out, training)
+            used = _train_tokenizer(splits.get("train", ()), place, training)
         elif tokenizer_kind == BytesTokenizer.kind:
-            place_tokenizer(tokenizer := BytesTokenizer(), out)
+            place_tokenizer(used := BytesTokenizer(), place)
         else:
             raise ValueError(f"unknown tokenizer_kind {tokenizer_kind!r}: it is sentencepiece or bytes")
         options = {
             split: {
                 "name": name,
                 "split": split,
-                "tokenizer_fingerprint": tokenizer.fingerprint,
+                "tokenizer_fingerprint": used.fingerprint,
                 "official_words": (official_words or {}).get(split),
                 "max_shard_bytes": max_shard_bytes,
             }
             for split in splits
         }
-        missing = [split for split in splits if not _is_kept(splits[split], out / split, options[split])]
+        missing = [split for split in splits if not _is_kept(splits[split], place / split, options[split])]
         for split in missing:
-            pieces = _cut_pieces(splits[split], out, tokenizer.fingerprint, piece_bytes)
-            _build_split(splits[split], pieces, out / split, workers=workers, shard_options=options[split])
-        bind_splits(out, splits)
+            pieces = _cut_pieces(splits[split], out / WORK_DIR, place, used.fingerprint, piece_bytes)
+            _build_split(splits[split], pieces, place / split, workers=workers, shard_options=options[split])
+        bind_splits(place, splits)
+
+    build_into(out, build, overwrite=overwrite)
+
+
+def build_into(out: Path, build: Callable[[Path], None], *, overwrite: bool) -> None:
+    """Build a data directory at `out`, where no other command builds meanwhile.
+
+    Args:
+        build: builds what is missing in the directory that it gets.
+        overwrite: it gets another directory, whose files replace those in `out` when it returns.
+
+    Raises:
+        ValueError: `out` contains another build.
+    """
+    with hold_folder(out, f"--out {out}"):
+        if overwrite:
+            new = out / WORK_DIR / "new" / out.name  # messages have the last part
+            try:
+                build(new)
+            except OtherBuildError:  # another one was begun there, and stopped
+                shutil.rmtree(new)
+                build(new)
+            _replace_dataset(out, new)
+        else:
+            build(out)
         shutil.rmtree(out / WORK_DIR, ignore_errors=True)
 
 
@@ -190,7 +215,7 @@ def _encode_pieces(pieces: Sequence[Piece], *, split: str, workers: int) -> None
     if len(missing) < len(pieces):
         print(f"{split}: {len(pieces) - len(missing)} of {len(pieces)} pieces kept from before", flush=True)
     for piece in missing[:1]:
-        piece.path.parent.mkdir(exist_ok=True)
+        piece.path.parent.mkdir(parents=True, exist_ok=True)
     total = sum(piece.num_bytes for piece in missing)
     with (
         Progress(total, f"{split}: tokens", unit="bytes") as progress,
@@ -200,7 +225,9 @@ def _encode_pieces(pieces: Sequence[Piece], *, split: str, workers: int) -> None
             progress.add(num_bytes)
 
 
-def _cut_pieces(documents: Sequence[SourceDocument], out: Path, fingerprint: str, piece_bytes: int) -> list[Piece]:
+def _cut_pieces(
+    documents: Sequence[SourceDocument], folder: Path, data_dir: Path, fingerprint: str, piece_bytes: int
+) -> list[Piece]:
     groups: list[list[SourceDocument]] = []
     size = piece_bytes
     for document in documents:
@@ -212,8 +239,8 @@ def _cut_pieces(documents: Sequence[SourceDocument], out: Path, fingerprint: str
     pieces = []
     for group in groups:
         recipe = _recipe([PIECE_FORMAT, fingerprint, [(doc.signature(), doc.modification_time) for doc in group]])
-        path = out / WORK_DIR / f"{recipe}.npz"
-        pieces.append(Piece(group, path, out, fingerprint, num_bytes=sum(doc.num_bytes for doc in group)))
+        num_bytes = sum(document.num_bytes for document in group)
+        pieces.append(Piece(group, folder / f"{recipe}.npz", data_dir, fingerprint, num_bytes))
     return pieces
 
 
@@ -307,20 +334,27 @@ def _is_file(document: SourceDocument) -> bool:
     return isinstance(document.source, Path)
 
 
+class OtherBuildError(ValueError):
+    """A folder contains another build, or a damaged one."""
+
+
 def _read_or_advise(read: Callable[[], ReadT]) -> ReadT:
     """Return the result of reading a file in `out`; add the builder's fix to the error of a damaged one."""
     try:
         return read()
     except ShardError as error:
-        raise ValueError(f"{error}; here that is: give another --out, or --overwrite") from error
+        raise OtherBuildError(f"{error}; here that is: give another --out, or --overwrite") from error
 
 
-def _other_build(path: Path, why: str = "other documents, options or tokenizer") -> ValueError:
-    return ValueError(f"{path} belongs to another build ({why}): give another --out, or --overwrite")
+def _other_build(path: Path, why: str = "other documents, options or tokenizer") -> OtherBuildError:
+    return OtherBuildError(f"{path} belongs to another build ({why}): give another --out, or --overwrite")
 
 
-def remove_dataset(out: Path) -> None:
-    """Remove the files that builders write in `out`, except finished pieces, which the new build may reuse."""
+def _replace_dataset(out: Path, new: Path) -> None:
+    """Remove the files that builders write in `out`, and move those of a whole build there, each index after its tars.
+
+    A kill meanwhile leaves what the same call completes.
+    """
     for index in out.glob(f"*/{INDEX_NAME}"):
         index.unlink()
         for name in (DOCUMENTS_NAME, BUILD_NAME):
@@ -329,6 +363,15 @@ def remove_dataset(out: Path) -> None:
             shard.unlink()
     for name in (JSON_NAME, *FILE_NAMES):
         (out / name).unlink(missing_ok=True)
+    for split in built_splits(new):
+        (out / split).mkdir(exist_ok=True)
+        for path in sorted((new / split).iterdir(), key=lambda path: path.name == INDEX_NAME):
+            path.replace(out / split / path.name)
+        fsync_path(out / split)
+    for name in (*FILE_NAMES, JSON_NAME):
+        if (new / name).exists():
+            (new / name).replace(out / name)
+    fsync_path(out)
 
 
 def _recipe(ingredients: Any) -> str:

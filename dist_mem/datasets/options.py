@@ -13,7 +13,7 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every builder that calls `build_dataset`."""
     add = parser.add_argument
     add("--workers", type=positive, default=1, metavar="N", help="processes (default: %(default)s)")
-    add("--overwrite", action="store_true", help="replace another build in --out")
+    add("--overwrite", action="store_true", help="replace another build in --out, when this one is whole")
 
 
 def add_tokenizer_options(parser: argparse.ArgumentParser, *kinds: str, vocab_size: int) -> None:

@@ -29,7 +29,7 @@ from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import find_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.datasets.builder import is_built, place_tokenizer, remove_dataset
+from dist_mem.datasets.builder import build_into, is_built, place_tokenizer
 from dist_mem.datasets.corpus import by_name, find_files
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import add_tokenizer_from, positive, seed
@@ -38,7 +38,6 @@ from dist_mem.datasets.source import RecallSpan, SourceDocument, encode_text, re
 from dist_mem.datasets.split_names import SPLITS, split_of
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import sha256_of
-from dist_mem.runtime.locks import hold_folder
 from dist_mem.runtime.progress import show_count
 
 
@@ -264,7 +263,7 @@ def add_task_options(
         help = f"documents (default: %(default)s{published})"
         add(f"--{split}", type=positive, default=default, metavar="N", help=help)
     add("--seed", type=seed, default=0, help="of all documents (default: %(default)s)")
-    add("--overwrite", action="store_true", help="replace another build in --out")
+    add("--overwrite", action="store_true", help="replace another build in --out, when this one is whole")
 
 
 def build_task(task: Task, out: Path, *, counts: dict[str, int], overwrite: bool) -> None:
@@ -273,14 +272,15 @@ def build_task(task: Task, out: Path, *, counts: dict[str, int], overwrite: bool
     Raises:
         ValueError: `out` holds another build.
     """
-    with hold_folder(out, f"--out {out}"):
-        if overwrite:
-            remove_dataset(out)
-        place_tokenizer(task.tokenizer, out)
+
+    def build(place: Path) -> None:
+        place_tokenizer(task.tokenizer, place)
         recipes = {split: task.recipe.format(count=number) for split, number in counts.items()}
-        for split in [split for split in counts if not _is_kept(task, out / split, recipes[split])]:
-            _build_split(task, out / split, recipes[split], counts[split])
-        bind_splits(out, counts)
+        for split in [split for split in counts if not _is_kept(task, place / split, recipes[split])]:
+            _build_split(task, place / split, recipes[split], counts[split])
+        bind_splits(place, counts)
+
+    build_into(out, build, overwrite=overwrite)
 
 
 def counts_of(options: argparse.Namespace) -> dict[str, int]:

@@ -238,3 +238,41 @@ def test_a_corrected_book_of_the_same_size_is_another_build(
     files = contents(tmp_path / "out")
     assert build_data(name, *arguments, "--overwrite") == build_data(name, *arguments) == 0
     assert contents(tmp_path / "out") != files
+
+
+@pytest.mark.parametrize("name", ["pg19", "passkey"])
+def test_a_build_is_there_until_another_is_whole_which_goes_on_after_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source, out = write_books(tmp_path / "books"), tmp_path / "out"
+    book = source / "train" / "train.txt"
+    arguments: Arguments = ("--source", source, "--vocab-size", "300")
+    if name != "pg19":
+        arguments = ("--books", source, *SMALL, *BUILDERS[name])
+
+    def read() -> dict[str, bytes]:
+        return {path: content for path, content in contents(out).items() if ".build" not in path}
+
+    def overwrite(stop_at: str | None) -> int:
+        def write_split(documents: Any, split_dir: Path, **options: Any) -> shard.Index:
+            if split_dir.name == stop_at:
+                interrupt()
+            written.append(split_dir.name)
+            return shard.write_split(documents, split_dir, **options)
+
+        with monkeypatch.context() as patch:
+            for module in (builder, task_text):
+                patch.setattr(module, "write_split", write_split)
+            return build_data(name, *arguments, "--out", out, "--overwrite")
+
+    assert build_data(name, *arguments, "--out", out) == 0
+    before = read()
+    for word in ("lamp", "river"):  # two other builds, of which the second is what is there at the end
+        book.write_text(book.read_text().replace(word, word.title()))
+        written = list[str]()
+        assert overwrite(stop_at="test") == 130
+        assert read() == before
+    assert overwrite(stop_at=None) == 0
+    assert written.count("train") == written.count("test") == 1
+    assert build_data(name, *arguments, "--out", tmp_path / "straight") == 0
+    assert contents(out) == contents(tmp_path / "straight")
