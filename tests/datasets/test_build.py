@@ -255,6 +255,8 @@ REFUSED = {
     "id twice in metadata": ({"train/1": TEXT}, METADATA + "2,Again,1905,u\n", "row 4: id 2"),
     "bad row in metadata": ({"train/1": TEXT}, METADATA + "4,Four\n", "metadata.csv, row 4"),
     "book in two splits": ({"train/1": TEXT, "test/1": b"x"}, METADATA, "document 1 is in train and in test"),
+    "text under two names": ({"train/7": TEXT, "test/8": b"\xef\xbb\xbf" + TEXT + b"\n"}, METADATA, "test/8.txt"),
+    "text of a known book": ({"train/1": TEXT, "test/8": TEXT}, METADATA, "test/8.txt"),
     "unknown book in two splits": ({"train/9": TEXT, "validation/9": TEXT}, METADATA, "validation/9.txt"),
     "id that no tar can carry": ({"train/a.b": TEXT}, METADATA, "document id 'a.b' in split 'train'"),
     "no folder": ({"trian/1": TEXT}, METADATA, "--source"),
@@ -269,8 +271,8 @@ def test_sources_that_cannot_be_built_are_refused_and_nothing_is_there(tmp_path:
 
 
 def test_numbers_begun_anew_in_each_split_are_other_books(tmp_path: Path) -> None:
-    source = write_source(tmp_path / "source", {"train/9": TEXT, "test/9": TEXT + TEXT})
-    assert build_pg19(source, tmp_path / "out") == 0
+    books = {"train/9": TEXT, "test/9": TEXT + TEXT, "train/10": b"", "test/11": b" "}  # and without words
+    assert build_pg19(write_source(tmp_path / "source", books), tmp_path / "out") == 0
 
 
 def test_books_that_are_odd_but_text_are_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

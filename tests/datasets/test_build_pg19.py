@@ -1,7 +1,6 @@
 """PG-19 as shards: its layout, the choice of documents, official word counts, and the download."""
 
 import csv
-import hashlib
 import io
 import os
 import re
@@ -105,7 +104,7 @@ def test_a_corpus_of_ones_own_needs_no_metadata(tmp_path: Path) -> None:
 def test_a_complete_official_split_uses_the_official_words(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = hashlib.sha256("\n".join(sorted(TRAIN_IDS)).encode()).hexdigest()
+    ids = pg19.digest_ids(TRAIN_IDS)
     monkeypatch.setitem(pg19.OFFICIAL_SPLITS, "train", pg19.OfficialSplit(5, 1_000_000, ids))
     assert build(source, tmp_path / "whole") == 0
     index = read_index(tmp_path / "whole" / "train")
@@ -119,8 +118,22 @@ def test_the_official_ids_are_those_of_the_published_lists(shared_data: Path) ->
     for split, official in pg19.OFFICIAL_SPLITS.items():
         ids = (shared_data / "data" / "pg19_meta" / f"{split}_ids.txt").read_text().split()
         assert len(ids) == official.num_documents
-        assert hashlib.sha256("\n".join(sorted(ids)).encode()).hexdigest() == official.ids_sha256
-    assert len(pg19.read_metadata(shared_data / "data" / "pg19_meta" / "metadata.csv")) == 28_752
+        assert pg19.digest_ids(ids) == official.ids_sha256
+    metadata = pg19.read_metadata(shared_data / "data" / "pg19_meta" / "metadata.csv")
+    assert len(metadata) == 28_752
+    assert pg19.digest_ids(metadata) == pg19.OFFICIAL_METADATA
+
+
+def test_the_texts_of_pg19_itself_are_not_compared(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take minutes."""
+    metadata = pg19.read_metadata(source / "metadata.csv")
+    splits = {
+        split: [pg19.SourceDocument(name, name, source / split / f"{name}.txt") for name in names]
+        for split, names in (("train", ["2", "9"]), ("test", ["100"]))
+    }
+    monkeypatch.setattr(pg19, "OFFICIAL_METADATA", pg19.digest_ids(metadata))
+    monkeypatch.setattr(pg19, "read_text", None)
+    pg19.refuse_shared_books(splits, metadata)
 
 
 def test_the_example_in_the_readme_reads_a_book(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,8 @@ import hashlib
 import io
 import re
 from collections.abc import Iterable
-from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dist_mem.data.remote.fetch import METADATA_BYTES, Address, show
 from dist_mem.data.remote.fetch import download as fetch
@@ -29,8 +28,9 @@ from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import add_build_options, add_tokenizer_options, check_paths, positive, vocab_size_of
 from dist_mem.datasets.source import SourceDocument, read_text
-from dist_mem.datasets.split_names import split_named, words_digest
+from dist_mem.datasets.split_names import NO_WORDS, split_named, words_digest
 from dist_mem.datasets.tree import listed_files
+from dist_mem.runtime.progress import show_count
 
 BUCKET_URL = "https://storage.googleapis.com/deepmind-gutenberg"
 METADATA_NAME = "metadata.csv"
@@ -40,7 +40,7 @@ ROW_SHOWN = 100  # characters of a row in a message
 class OfficialSplit(NamedTuple):
     num_documents: int
     num_words: int  # divisor of published word-level perplexities (README of github.com/google-deepmind/pg19)
-    ids_sha256: str  # of the sorted ids, one per line: identifies the complete split
+    ids_sha256: str  # `digest_ids` of the complete split
 
 
 OFFICIAL_SPLITS = {
@@ -48,6 +48,7 @@ OFFICIAL_SPLITS = {
     "validation": OfficialSplit(50, 3_007_061, "637dc174e9e4b3afc7b550e3c11bc589dfbfedc18a2f02ba90a7c06620c85eb1"),
     "test": OfficialSplit(100, 6_966_499, "afedfb3fd2e630e8f0efc13922d88b4ec59ee41fe16d0164b9526e140e205fe6"),
 }
+OFFICIAL_METADATA = "ff09d0b9a78f4be54bd06bc0367135cbe717d2f2f227f8d907f5803fcc56f27f"  # `digest_ids` of its ids
 
 
 class BookMetadata(NamedTuple):
@@ -187,23 +188,32 @@ def read_split(
 def refuse_shared_books(splits: dict[str, list[SourceDocument]], metadata: dict[str, BookMetadata]) -> None:
     """Raise ValueError if two splits share a book: the scores of a book that was trained on are meaningless.
 
-    Books are compared by id. Ids that are not in metadata.csv may be numbers that restart in each split, so for these
-    the texts are compared too.
+    Books of metadata.csv are compared by id, as other ids may be numbers that restart in each split, and all texts by
+    their words, but those of PG-19 itself.
     """
-    for (split, documents), (other, others) in combinations(splits.items(), 2):
-        sources = {document.id: document.source for document in documents}
-        for document in others:
-            source = sources.get(document.id)
-            if source and (document.id in metadata or same_text(source, document.source)):
-                raise ValueError(
-                    f"document {document.id} is in {split} and in {other} ({source}, {document.source}): "
-                    "leave it in one of them, or rename one if they are different books"
-                )
+    is_official = digest_ids(metadata) == OFFICIAL_METADATA
+    first: dict[str | bytes, tuple[str, SourceDocument]] = {}
+    for split, documents in splits.items() if len(splits) > 1 else ():
+        for document in show_count(documents, f"{split}: comparing", total=len(documents), unit="documents"):
+            keys: list[str | bytes] = [document.id] if document.id in metadata else []
+            if not (keys and is_official) and (digest := words_digest(document.text())) != NO_WORDS:
+                keys.append(digest)
+            for key in keys:
+                other, same = first.setdefault(key, (split, document))
+                if other != split:
+                    raise ValueError(_shared_book(other, same, split, document))
 
 
-def same_text(one: Any, other: Any) -> bool:
-    """Return whether two files of `read_split` have the same words."""
-    return words_digest(read_text(one)) == words_digest(read_text(other))
+def _shared_book(other: str, same: SourceDocument, split: str, document: SourceDocument) -> str:
+    found = f"document {same.id} of {other} and document {document.id} of {split} have one text", ""
+    if same.id == document.id:
+        found = f"document {same.id} is in {other} and in {split}", ", or rename one if they are different books"
+    return f"{found[0]} ({same.source}, {document.source}): leave it in one of them{found[1]}"
+
+
+def digest_ids(ids: Iterable[str]) -> str:
+    """Return what identifies a set of books."""
+    return hashlib.sha256("\n".join(sorted(ids)).encode()).hexdigest()
 
 
 def choose(ids: Iterable[str], metadata: dict[str, BookMetadata], *, order: str, limit: int | None) -> list[str]:
@@ -235,7 +245,6 @@ def official_words(splits: dict[str, list[SourceDocument]]) -> dict[str, int]:
     """Return the published word counts of the complete splits."""
     counts = {}
     for split, documents in splits.items():
-        ids = "\n".join(sorted(document.id for document in documents))
-        if hashlib.sha256(ids.encode()).hexdigest() == OFFICIAL_SPLITS[split].ids_sha256:
+        if digest_ids(document.id for document in documents) == OFFICIAL_SPLITS[split].ids_sha256:
             counts[split] = OFFICIAL_SPLITS[split].num_words
     return counts
