@@ -41,7 +41,7 @@ from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.source import SourceDocument, check_sources, encode_text, recall_distances, scored_tokens
 from dist_mem.runtime.figures import json_text
-from dist_mem.runtime.files import fsync_path, open_regular, replacing
+from dist_mem.runtime.files import fsync_path, open_regular, read_regular, replacing
 from dist_mem.runtime.locks import hold_folder
 from dist_mem.runtime.progress import Progress, show_count
 from dist_mem.runtime.terminal import count_noun, some
@@ -110,13 +110,14 @@ def build_dataset(
         if other:
             raise _other_build(place / other[0] / INDEX_NAME)
         if tokenizer is not None:
-            place_tokenizer(used := tokenizer, place)
+            used = tokenizer
         elif tokenizer_kind == SentencePieceTokenizer.kind:
             used = _train_tokenizer(splits.get("train", ()), place, training)
         elif tokenizer_kind == BytesTokenizer.kind:
-            place_tokenizer(used := BytesTokenizer(), place)
+            used = BytesTokenizer()
         else:
             raise ValueError(f"unknown tokenizer_kind {tokenizer_kind!r}: it is sentencepiece or bytes")
+        check_tokenizer(used, place)
         options = {
             split: {
                 "name": name,
@@ -128,6 +129,7 @@ def build_dataset(
             for split in splits
         }
         missing = [split for split in splits if not _is_kept(splits[split], place / split, options[split])]
+        place_tokenizer(used, place)
         for split in missing:
             pieces = _cut_pieces(splits[split], out / WORK_DIR, place, used.fingerprint, piece_bytes)
             _build_split(splits[split], pieces, place / split, workers=workers, shard_options=options[split])
@@ -285,12 +287,19 @@ def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: di
     return tokenizer
 
 
+def check_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
+    """Raise ValueError if another tokenizer is in `out`."""
+    path = out / JSON_NAME
+    if path.exists() and _read_or_advise(lambda: read_tokenizer_metadata(out))["fingerprint"] != tokenizer.fingerprint:
+        raise _other_build(path)
+
+
 def place_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
-    """Save a tokenizer in `out`. Raises ValueError if another one is there."""
-    if not (out / JSON_NAME).exists():
+    """Save a tokenizer in `out`, unless it is there with the same settings, which are not in its fingerprint."""
+    path = out / (tokenizer.file_name or JSON_NAME)
+    is_there = (out / JSON_NAME).exists() and path.exists()
+    if not is_there or (tokenizer.file_name is not None and read_regular(path) != tokenizer.content()):
         save_tokenizer(tokenizer, out)
-    elif _read_or_advise(lambda: read_tokenizer_metadata(out))["fingerprint"] != tokenizer.fingerprint:
-        raise _other_build(out / JSON_NAME)
 
 
 def is_built(split_dir: Path, recipe: str, texts: Callable[[], str | None], where: str) -> bool:

@@ -29,7 +29,7 @@ from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import find_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.datasets.builder import build_into, is_built, place_tokenizer
+from dist_mem.datasets.builder import build_into, check_tokenizer, is_built, place_tokenizer
 from dist_mem.datasets.corpus import by_name, find_files
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import add_tokenizer_from, positive, seed
@@ -274,9 +274,11 @@ def build_task(task: Task, out: Path, *, counts: dict[str, int], overwrite: bool
     """
 
     def build(place: Path) -> None:
-        place_tokenizer(task.tokenizer, place)
+        check_tokenizer(task.tokenizer, place)
         recipes = {split: task.recipe.format(count=number) for split, number in counts.items()}
-        for split in [split for split in counts if not _is_kept(task, place / split, recipes[split])]:
+        missing = [split for split in counts if not _is_kept(task, place / split, recipes[split])]
+        place_tokenizer(task.tokenizer, place)
+        for split in missing:
             _build_split(task, place / split, recipes[split], counts[split])
         bind_splits(place, counts)
 

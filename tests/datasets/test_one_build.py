@@ -17,6 +17,7 @@ from dist_mem.data.build_record import read_build
 from dist_mem.data.directory import local_dir, open_index, refresh
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.remote.fetch import WrongRemoteError
+from dist_mem.data.tokenizers.registry import find_tokenizer, load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets import builder, task_text
 from dist_mem.datasets.recipes import builder_names, characters
@@ -25,6 +26,7 @@ from tests.support.cmu_dog_source import write_conversation, write_film
 from tests.support.data_builders import BUILDERS, SMALL, build_data, build_refused
 from tests.support.file_server import FileServer, be_impatient
 from tests.support.messages import refused, said_line
+from tests.support.published_tokenizers import save_published
 from tests.support.small_builds import contents
 
 Arguments = tuple[str | Path, ...]
@@ -209,7 +211,26 @@ def test_a_start_that_fails_in_the_middle_of_another_build_uses_the_one_before(
             open_index(data, split)
 
 
-# A text is corrected, and keeps its size.
+# A text is corrected, and keeps its size; or the settings of a tokenizer, whose ids stay.
+
+
+@pytest.mark.parametrize("name", ["pg19", "passkey"])
+def test_corrected_settings_of_a_tokenizer_come_into_the_same_build_and_no_other(tmp_path: Path, name: str) -> None:
+    save_published("llama3", tmp_path / "published")
+    arguments: Arguments = ("--source", write_books(tmp_path / "books"))
+    if name != "pg19":
+        arguments = ("--books", tmp_path / "books", *SMALL, "--lengths", "900")
+    arguments = (*arguments, "--out", tmp_path / "out", "--tokenizer-from", tmp_path / "published")
+    assert build_data(name, *arguments) == 0
+    before = contents(tmp_path / "out")
+    (tmp_path / "published" / "chat_template.jinja").write_text("{{ corrected }}")
+    build_refused(name, *arguments, *(("--name", "b") if name == "pg19" else ("--seed", "1")), named=("index.json",))
+    assert contents(tmp_path / "out") == before
+    assert build_data(name, *arguments) == 0
+    changed = {path for path, content in contents(tmp_path / "out").items() if content != before[path]}
+    assert {path.split("/")[-1] for path in changed} == {"tokenizer.huggingface.json"}
+    data_dir = next((tmp_path / "out").rglob("tokenizer.json")).parent
+    assert load_tokenizer(data_dir).content() == find_tokenizer(tmp_path / "published").content()
 
 
 def interrupt(*_: object) -> None:
