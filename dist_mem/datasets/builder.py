@@ -250,8 +250,8 @@ def _read_pieces(pieces: Iterable[Piece], note_digest: Callable[[bytes], object]
     for piece in pieces:
         with open_regular(piece.path) as file, np.load(file) as arrays:
             note_digest(arrays["texts"].tobytes())
-            for number, document in enumerate(piece.documents):
-                words, num_bytes = arrays["sizes"][number].tolist()
+            sizes = arrays["sizes"].tolist()  # each access reads the array from the file
+            for number, (document, (words, num_bytes)) in enumerate(zip(piece.documents, sizes, strict=True)):
                 yield TokenizedDocument(
                     document.id,
                     document.title,

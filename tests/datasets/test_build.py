@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,21 @@ def test_a_finished_build_is_kept_but_for_a_tar_that_is_missing_or_cut(
     for harm in (tars[0].unlink, lambda: tars[1].write_bytes(b"cut")):
         harm()
         assert build_tiny(tmp_path) == expected
+
+
+def test_each_array_of_a_piece_is_read_once(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of short rows have 100,000 documents."""
+    read, get = Counter[tuple[object, str]](), np.lib.npyio.NpzFile.__getitem__
+
+    def count(arrays: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
+        read[arrays.zip, name] += 1
+        return get(arrays, name)
+
+    monkeypatch.setattr(np.lib.npyio.NpzFile, "__getitem__", count)
+    assert build_tiny(tmp_path, piece_bytes=2**20) == expected
+    assert set(read.values()) == {1} and len(read) > 12
 
 
 KILLED_BUILD = """
