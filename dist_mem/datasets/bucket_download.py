@@ -26,6 +26,8 @@ from dist_mem.runtime.files import read_regular
 from dist_mem.runtime.names import PLAIN, is_plain_path
 from dist_mem.runtime.progress import Progress
 
+SOURCE_KEY = "--source"  # the option of builders that gives the folder, for messages
+
 
 class RemoteFile(NamedTuple):
     name: str  # in the bucket, "train/98.txt"
@@ -55,7 +57,7 @@ def _page(url: str) -> tuple[dict[str, Any], list[RemoteFile]]:
     """Return a page of a listing, and its files."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "page.json"
-        download(Address(url, show(url)), path, limit=METADATA_BYTES, verify=lambda _: None)
+        download(Address(url, show(url)), path, limit=METADATA_BYTES, verify=lambda _: None, key="TMPDIR")
         try:
             page = json.loads(read_regular(path))
             return page, [
@@ -105,8 +107,8 @@ def is_complete(path: Path, file: RemoteFile) -> bool:
 
 def _download_file(base_url: str, file: RemoteFile, directory: Path, closed: threading.Event) -> int:
     url = f"{base_url.rstrip('/')}/{urllib.parse.quote(file.name)}"
-    verify = partial(_verify, file)
-    download(Address(url, show(url)), directory / file.name, limit=file.num_bytes, verify=verify, cancelled=closed)
+    verify, place = partial(_verify, file), directory / file.name
+    download(Address(url, show(url)), place, limit=file.num_bytes, verify=verify, cancelled=closed, key=SOURCE_KEY)
     return file.num_bytes
 
 

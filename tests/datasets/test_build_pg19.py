@@ -18,6 +18,7 @@ from dist_mem.data.remote import fetch as remote
 from dist_mem.data.shard import read_index
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
+from dist_mem.datasets import bucket_download
 from dist_mem.datasets.recipes import pg19
 from tests.support.bucket import LISTING, Bucket
 from tests.support.data_builders import build_data, build_refused, documents_of
@@ -239,6 +240,33 @@ def test_without_checksums_a_book_that_is_newer_in_the_bucket_is_fetched_again(b
     bucket.asked.clear()
     assert build_download(bucket, tmp_path, "--overwrite") == 0
     assert [path for path in bucket.asked if path.endswith(".txt")] == [f"/books/test/{book.name}"]
+
+
+def test_a_second_download_into_a_folder_is_refused_while_the_first_goes_on(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ("--source", tmp_path / "copy", "--out", tmp_path / "other", "--download", "--base-url", bucket.url)
+    second = list[str]()
+
+    def list_files(base_url: str, prefix: str) -> list[bucket_download.RemoteFile]:
+        second.append(prefix)
+        if len(second) == 1:
+            build_refused("pg19", *given, named=(f"--source {tmp_path / 'copy'}", f"process {os.getpid()} on "))
+        return bucket_download.list_files(base_url, prefix)
+
+    monkeypatch.setattr(pg19, "list_files", list_files)
+    assert build_download(bucket, tmp_path) == 0
+    assert second == ["train/", "validation/", "test/"]
+    assert not list((tmp_path / "copy").rglob(".*"))
+
+
+def test_a_folder_that_a_download_cannot_write_is_named_with_its_option(bucket: Bucket, tmp_path: Path) -> None:
+    given = ("--source", tmp_path / "copy", "--out", tmp_path / "out", "--download", "--base-url", bucket.url)
+    (tmp_path / "copy" / "metadata.csv").mkdir(parents=True)
+    build_refused("pg19", *given, named=(tmp_path / "copy", "--source"), unnamed="data.cache")
+    (tmp_path / "copy" / "metadata.csv").rmdir()
+    (tmp_path / "copy" / "train").touch()
+    build_refused("pg19", *given, named=(tmp_path / "copy" / "train", "--source"), unnamed="data.cache")
 
 
 def test_only_the_chosen_documents_are_downloaded(bucket: Bucket, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def address(base: str, name: str) -> Address:
 
 @contextmanager
 def writing(directory: Path, *, key: str = "data.cache") -> Iterator[None]:
-    """Turn a disk error into a RemoteError with a fix; `key` is the configuration key of the directory."""
+    """Turn a disk error into a RemoteError with a fix; `key` is the key or option that gives the directory."""
     try:
         yield
     except RemoteError:
@@ -194,12 +194,19 @@ def hold_lock(path: Path, cancelled: threading.Event | None = None, *, key: str 
 
 
 def download(
-    source: Address, path: Path, *, limit: int, verify: Verify, cancelled: threading.Event | None = None
+    source: Address,
+    path: Path,
+    *,
+    limit: int,
+    verify: Verify,
+    cancelled: threading.Event | None = None,
+    key: str = "data.cache",
 ) -> None:
     """Replace `path` with the file at `source`, atomically; the caller holds a lock on it.
 
     Args:
         limit: largest number of bytes of the file; the download stops if the server sends more.
+        key: the key or option that gives the folder of `path`, for messages.
 
     Raises:
         UnreachableError: after len(RETRY_PAUSES) + 1 attempts.
@@ -208,7 +215,7 @@ def download(
     check_address(source.url, "an address")
     cancelled = cancelled or threading.Event()
     partial = path.with_name(f"{path.name}.partial")
-    with writing(path.parent):
+    with writing(path.parent, key=key):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.unlink(missing_ok=True)  # of a process that was killed
         try:

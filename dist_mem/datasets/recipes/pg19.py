@@ -23,13 +23,14 @@ from typing import NamedTuple
 from dist_mem.data.remote.fetch import METADATA_BYTES, Address, show
 from dist_mem.data.remote.fetch import download as fetch
 from dist_mem.data.tokenizers.registry import find_tokenizer
-from dist_mem.datasets.bucket_download import download_files, list_files
+from dist_mem.datasets.bucket_download import SOURCE_KEY, download_files, list_files
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import add_build_options, add_tokenizer_options, check_paths, positive, vocab_size_of
 from dist_mem.datasets.source import SourceDocument, read_text
 from dist_mem.datasets.split_names import NO_WORDS, split_named, words_digest
 from dist_mem.datasets.tree import listed_files
+from dist_mem.runtime.locks import hold_folder
 from dist_mem.runtime.progress import show_count
 
 BUCKET_URL = "https://storage.googleapis.com/deepmind-gutenberg"
@@ -111,19 +112,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def download(options: argparse.Namespace) -> None:
-    """Fetch metadata.csv and the documents that the other options select."""
-    options.source.mkdir(parents=True, exist_ok=True)
-    url = f"{options.base_url.rstrip('/')}/{METADATA_NAME}"
-    fetch(Address(url, show(url)), options.source / METADATA_NAME, limit=METADATA_BYTES, verify=read_metadata)
-    metadata = read_metadata(options.source / METADATA_NAME)
-    for split in OFFICIAL_SPLITS:
-        listed = {file.name: file for file in list_files(options.base_url, f"{split}/")}
-        ids = [match[1] for name in listed if (match := re.fullmatch(rf"{split}/([^/]+)\.txt", name))]
-        chosen = choose(ids, metadata, order=options.order, limit=split_limit(split, options))
-        print(f"{split}: downloading {len(chosen)} of {len(ids)} documents", flush=True)
-        download_files(
-            options.base_url, [listed[f"{split}/{document_id}.txt"] for document_id in chosen], options.source
-        )
+    """Fetch metadata.csv and the documents that the other options select.
+
+    Raises:
+        UnusableError: another command fills the folder.
+        RemoteError: a file cannot be fetched.
+    """
+    with hold_folder(options.source, f"{SOURCE_KEY} {options.source}"):
+        url, path = f"{options.base_url.rstrip('/')}/{METADATA_NAME}", options.source / METADATA_NAME
+        fetch(Address(url, show(url)), path, limit=METADATA_BYTES, verify=read_metadata, key=SOURCE_KEY)
+        metadata = read_metadata(path)
+        for split in OFFICIAL_SPLITS:
+            listed = {file.name: file for file in list_files(options.base_url, f"{split}/")}
+            ids = [match[1] for name in listed if (match := re.fullmatch(rf"{split}/([^/]+)\.txt", name))]
+            chosen = choose(ids, metadata, order=options.order, limit=split_limit(split, options))
+            print(f"{split}: downloading {len(chosen)} of {len(ids)} documents", flush=True)
+            files = [listed[f"{split}/{document_id}.txt"] for document_id in chosen]
+            download_files(options.base_url, files, options.source)
 
 
 def read_metadata(path: Path) -> dict[str, BookMetadata]:
