@@ -150,8 +150,11 @@ def test_no_text_or_a_vocabulary_of_the_wrong_size_is_refused_with_the_size_that
     assert train_sentencepiece(sentences(), tmp_path, vocab_size=possible).vocab_size == possible
     with pytest.raises(ValueError, match=f"possible value is {possible}"):
         train_sentencepiece(sentences(), tmp_path, vocab_size=possible + beyond)
-    with refused(ValueError, "holds no text"):
-        train_sentencepiece([], tmp_path)
+    for lines in ([], ["\u2585, which SentencePiece skips"] * 9, ["\0" * 9] * 9):
+        with refused(ValueError, "holds no text"):
+            train_sentencepiece(lines, tmp_path)
+    with refused(ValueError, "vocab_size 1 "):
+        train_sentencepiece(sentences(), tmp_path, vocab_size=1)
     for text, size in (("a", 256), ("ab ab", 5000)):
         with refused(ValueError, "vocab_size", size):
             train_byte_pairs([text], vocab_size=size)

@@ -41,6 +41,11 @@ TRAINER_OPTIONS: dict[str, Any] = {
     "minloglevel": 2,
 }
 
+_NO_TEXT = (
+    "the train split holds no text to train a tokenizer on, as SentencePiece skips NUL and lines with U+2585: give it "
+    "documents, or take tokenizer_kind bytes"
+)
+
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model from `train_sentencepiece`."""
@@ -101,9 +106,7 @@ def train_pieces(
     """
     sample = sample_lines(_training_lines(lines), max_sentences, seed=seed)
     if not sample:
-        raise ValueError(
-            "the train split holds no text to train a tokenizer on: give it documents, or take tokenizer_kind bytes"
-        )
+        raise ValueError(_NO_TEXT)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -114,7 +117,7 @@ def train_pieces(
             **TRAINER_OPTIONS,
         )
     except RuntimeError as error:
-        raise _vocabulary_error(error, vocab_size) from error
+        raise ValueError(_reason(str(error), vocab_size)) from error
     return SentencePieceTokenizer(model.getvalue())
 
 
@@ -151,16 +154,12 @@ def _training_lines(lines: Iterable[str]) -> Iterator[str]:
             yield line[start : start + TRAINING_LINE_LEN]
 
 
-def _vocabulary_error(error: RuntimeError, vocab_size: int) -> Exception:
-    """Reword SentencePiece's errors about the size of the vocabulary; return other errors unchanged."""
-    largest = re.search(r"Vocabulary size too high .*<= (\d+)", str(error))
-    smallest = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
-    if largest:
-        return ValueError(
-            f"vocab_size {vocab_size} is too large for this text: the largest possible value is {largest[1]}"
-        )
-    if smallest:
-        return ValueError(
-            f"vocab_size {vocab_size} is too small for this text: the smallest possible value is {smallest[1]}"
-        )
-    return error
+def _reason(error: str, vocab_size: int) -> str:
+    """Reword an error of SentencePiece's training."""
+    if re.search(r"sentences_\.empty|all_chars_count", error):
+        return _NO_TEXT
+    if largest := re.search(r"Vocabulary size too high .*<= (\d+)", error):
+        return f"vocab_size {vocab_size} is too large for this text: the largest possible value is {largest[1]}"
+    if smallest := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
+        return f"vocab_size {vocab_size} is too small for this text: the smallest possible value is {smallest[1]}"
+    return f"SentencePiece cannot train vocab_size {vocab_size} on this text ({error.strip()}): try another size"
