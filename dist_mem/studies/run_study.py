@@ -123,24 +123,40 @@ def run(asked: StudyRequest) -> int:
         check_rows(study, extra, requested)  # what is refused leaves no folder behind
     with hold_folder(out, str(out)), StopSignal() as signal:
         job = StudyCall(study, out, runs, asked.ranks, extra, signal, cells=asked.cells, made=_origin())
-        if study.budget or study.tune.grid or study.tune.rows:
-            build(job, runs[0], print)  # the sizes depend on the vocabulary
         try:
-            code = None if asked.plan else _tune(job, asked)
+            return _run_phases(job, asked, requested)
         except StudyStoppedError:
-            code = _stop_code(out)
-        if code is not None:
-            return code
-        if study.budget:
-            job.costs = apply_budget(study, partial(_with_extra, extra=extra))
-            check_rows(study, extra, requested)
-            print(_cost_table(job.costs), flush=True)
-        if asked.plan:
-            return EXIT_DONE
-        take_cells(job, print)
-        if asked.launch is not None:
-            return _submit_rows(job, asked.launch, at_once=asked.jobs)
-        return _run(job, asked)
+            return _stop_code(out)
+        except CommandError as error:
+            return _failure_code([error])
+
+
+def _run_phases(job: StudyCall, asked: StudyRequest, requested: Sequence[str]) -> int:
+    """Build, tune, fit, and submit or run a study; see `run`.
+
+    Args:
+        requested: rows to check after the budget has changed them; empty: all.
+
+    Raises:
+        StudyStoppedError: a signal was received.
+        CommandError: the data cannot be built.
+    """
+    study = job.study
+    if study.budget or study.tune.grid or study.tune.rows:
+        build(job, job.runs[0], print)  # the sizes depend on the vocabulary
+    if not asked.plan and (code := _tune(job, asked)) is not None:
+        return code
+    if study.budget:
+        job.costs = apply_budget(study, partial(_with_extra, extra=job.extra))
+        check_rows(study, job.extra, requested)
+        job.check_signal()
+        print(_cost_table(job.costs), flush=True)
+    if asked.plan:
+        return EXIT_DONE
+    take_cells(job, print)
+    if asked.launch is not None:
+        return _submit_rows(job, asked.launch, at_once=asked.jobs)
+    return _run(job, asked)
 
 
 def _tune(job: StudyCall, asked: StudyRequest) -> int | None:
@@ -228,12 +244,14 @@ def take_cells(job: StudyCall, report: Callable[[str], None]) -> None:
 
     Raises:
         UnusableError: one is of another definition, or a training is.
+        StudyStoppedError: a signal was received.
     """
     definition = cache(partial(_definition, job))
     for item in job.runs:
         if job.cells is not None and take_over(item, job.cells, definition(item)):
             report(f"{item.name}: taken over from {job.cells}")
     for item in with_done(job.study, job.out, job.runs):
+        job.check_signal()
         check_trained(job.study, item, job.extra, definition(item))
         if item.cell.exists():
             define(item, definition(item))
@@ -270,12 +288,14 @@ def _submit(job: StudyCall, left: Sequence[CellRun], launch: LaunchConfig, *, at
     tracking = load_config(train_words(job.study, left[0], job.extra), memory_options=memory_options).tracking
     check_sinks(tracking, is_here=not has_own_environment(launch))  # else each job ends after its time in the queue
     for item in left:
+        job.check_signal()
         build(job, item, print)
         begin(job, item)
     commands = [shlex.join(train_words(job.study, item, job.extra)) for item in left]
     list_of_runs = free_name(job.out / "slurm" / "runs.txt")
     list_of_runs.parent.mkdir(parents=True, exist_ok=True)
     write_text(list_of_runs, "".join(f"{command}\n" for command in commands))
+    job.check_signal()
     return submit_array(list_of_runs, launch, num_tasks=len(left), at_once=at_once, name=job.study.name)
 
 
@@ -285,10 +305,7 @@ def _run(job: StudyCall, asked: StudyRequest) -> int:
     rows, seeds = ({getattr(item, part) for item in job.runs} for part in ("row", "seed"))
     runs = count_noun(len(job.runs), "run")
     print(f"{count_noun(len(rows), 'row')} with {count_noun(len(seeds), 'seed')}: {runs}", file=sys.stderr)
-    try:
-        seconds = _estimate(job, everywhere) if asked.estimate else None
-    except StudyStoppedError:
-        return EXIT_REQUEUE
+    seconds = _estimate(job, everywhere) if asked.estimate else None
     if not asked.run:
         return EXIT_DONE
     begin = time.monotonic()

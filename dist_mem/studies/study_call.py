@@ -84,6 +84,11 @@ class StudyCall:
     costs: dict[str, Costs] = field(default_factory=dict)  # of every row, if the study has a budget
     environment: dict[str, str] = field(default_factory=dict)
 
+    def check_signal(self) -> None:
+        """Raise StudyStoppedError if a signal was received: between two commands, nothing else acts on one."""
+        if self.signal.received:
+            raise StudyStoppedError
+
     def command(
         self,
         arguments: Sequence[str],
@@ -121,8 +126,7 @@ class StudyCall:
 
             environment = with_environment({**self.environment, **place})
             code = watch(start(arguments, stream, environment), is_stopping)
-        if self.signal.received:
-            raise StudyStoppedError
+        self.check_signal()
         if code not in (EXIT_DONE, *also):
             raise CommandError(f"{shlex.join(arguments)}: exit code {code}; see {path}", code)
         return code
@@ -180,8 +184,7 @@ def for_each_run(
         place = free.get()
         try:
             for left in range(restarts, -1, -1):
-                if job.signal.received:
-                    raise StudyStoppedError
+                job.check_signal()
                 try:
                     step(item, report, place)
                     return None

@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 import yaml
 
+import dist_mem.studies.run_study as run_study_module
 from dist_mem.checkpoint.finished_file import mark_finished
 from dist_mem.checkpoint.manifest import step_dir, write_manifest
 from dist_mem.config import LaunchConfig, load_config, save_config
 from dist_mem.data.index import fingerprint_of
-from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, UnfitError, UnusableError
+from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.evaluation.scores import read_report
 from dist_mem.memory import memory_options
 from dist_mem.runtime.children import die_with_parent, launcher
@@ -316,6 +317,55 @@ def test_what_is_submitted_begins_its_cells(here: Path, monkeypatch: pytest.Monk
     assert reproduce(launch=load_config(["job.yaml"]).launch) == EXIT_DONE
     with refused(UnusableError, "none-seed0.json", "train.steps was 40 and is 50"):
         reproduce(scale="small")
+
+
+@pytest.mark.parametrize(("options", "place"), [("sweep --slurm", "check_trained"), ("arena --plan", "check_rows")])
+def test_a_study_that_is_stopped_between_its_commands_submits_nothing(
+    options: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C was noted, and the array of thousands of jobs submitted all the same."""
+    command, option = options.split()
+    study = write_small_study(tmp_path, monkeypatch, **({"budget": {"tokens": 5000}} if command == "arena" else {}))
+    monkeypatch.setattr("dist_mem.studies.run_study.submit_array", lambda *_, **__: pytest.fail("submitted"))
+    function = getattr(run_study_module, place)
+
+    def stopped(*arguments: Any, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.setattr(run_study_module, place, function)
+        return function(*arguments, **more)
+
+    monkeypatch.setattr(run_study_module, place, stopped)
+    launch = LaunchConfig() if option == "--slurm" else None
+    asked = StudyRequest(study, command, out=Path("out"), launch=launch, plan=option == "--plan")
+    assert run_study(asked) == EXIT_REQUEUE
+    said(capsys.readouterr().err, "stopped", "out")
+
+
+@pytest.mark.parametrize("command", ["sweep", "arena"])
+def test_data_that_cannot_be_built_end_a_study_with_a_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"budget": {"tokens": 5000}} if command == "arena" else {}
+    study = write_small_study(tmp_path, monkeypatch, data="absent", build=[["false"]], **changes)
+    launch = LaunchConfig() if command == "sweep" else None  # a sweep builds where it submits
+    asked = StudyRequest(study, command, out=Path("out"), launch=launch)
+    assert run_study(asked) == EXIT_FAILED
+    said(capsys.readouterr().err, "error: false: exit code 1", "build-absent.txt")
+
+    def stop(*_: object, **__: object) -> int:
+        raise StudyStoppedError
+
+    monkeypatch.setattr(StudyCall, "command", stop)
+    assert run_study(asked) == EXIT_REQUEUE
+
+
+def write_small_study(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> str:
+    """Write a study of two rows without tracking in the folder to work in, and return its path."""
+    data = build_books(folder)
+    write_config(folder / "job.yaml", data, folder / "unused", {"tracking": {"mlflow": False}})
+    monkeypatch.chdir(folder)
+    rows = {"none": ["memory.kind=none"], "xl": ["memory.kind=transformer_xl"]}
+    return write_study(folder, SWEEP, **{"grid": {}, "rows": rows, "columns": DEV, "data": str(data), **changes})
 
 
 def test_a_call_that_came_to_nothing_binds_no_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
