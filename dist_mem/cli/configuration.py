@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dist_mem.config import Config, deepspeed_block, load_config
@@ -70,16 +69,3 @@ def _shipped_configurations() -> list[str]:
     root = shipped_root()
     files = [*sorted(root.glob("configs/*.yaml")), *sorted(root.glob("configs/memory/*.yaml"))]
     return [str(path.relative_to(root)) for path in files]
-
-
-def make_snapshot(folder: Path, arguments: Sequence[str]) -> None:
-    """Copy the package and the files of a configuration; see launch/code_snapshot.py. Raises RunError."""
-    from dist_mem.config.sources import files_of
-    from dist_mem.launch import code_snapshot as snapshot
-    from dist_mem.memory.outside import files_of as files_of_memory
-    from dist_mem.runtime.outside_code import source_of
-    from dist_mem.tracking.provenance import to_keep
-
-    config = load_checked(arguments)
-    sinks = map(source_of, config.tracking.sinks)
-    snapshot.make(folder, [*files_of(arguments), *files_of_memory(config.memory), *sinks], to_keep())

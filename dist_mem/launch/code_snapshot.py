@@ -14,18 +14,38 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dist_mem.config import load_config
+from dist_mem.config.sources import files_of
 from dist_mem.errors import run_error
 from dist_mem.runtime.environment import SNAPSHOT_FILES
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import new_folder, write_text
+from dist_mem.runtime.outside_code import source_of
 from dist_mem.runtime.shipped_files import shipped_root
+from dist_mem.tracking.provenance import to_keep
 
 PACKAGE = Path(__file__).parent.parent
 _CONFIGURATIONS = ("configs", "launch")
+
+
+def make_for(folder: Path, commands: Iterable[Sequence[str]]) -> None:
+    """Copy the running package and the files of the configurations of some trainings, as `make`.
+
+    Args:
+        commands: what `dist-mem train` takes, of each training.
+    """
+    from dist_mem.memory import memory_options  # torch
+    from dist_mem.memory.outside import files_of as files_of_memory
+
+    files: set[Path] = set()
+    for words in commands:
+        config = load_config(words, memory_options=memory_options)
+        files |= {*files_of(words), *files_of_memory(config.memory), *map(source_of, config.tracking.sinks)}
+    make(folder, sorted(files), to_keep())
 
 
 def make(folder: Path, files: Iterable[Path], git: Mapping[str, Any]) -> None:

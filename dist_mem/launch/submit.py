@@ -52,24 +52,17 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
         return EXIT_DONE
     _require_sbatch(", or --dry-run for the script")
     folder = Path(config.run_dir) / "slurm"
-    path, snapshot = folder / "job.sbatch", None
+    path = folder / "job.sbatch"
     if failed:
         list_of_them = folder / "failed_nodes"
         print(f"without {', '.join(failed)}: repair these nodes and delete {list_of_them}", file=sys.stderr)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if _can_copy_here(config.launch):
-            snapshot = free_name(folder / "snapshot")
-            make_snapshot(snapshot)
+        snapshot = _copy_here(config.launch, folder, make_snapshot)
         write_text(path, script(snapshot))
     except OSError as error:
         raise run_error(error, f"run_dir {config.run_dir} cannot be used: {error}") from error
-    try:
-        answer = _submit(path, config.launch, failed=failed)
-    except (UnusableError, UnfitError):
-        if snapshot is not None:
-            shutil.rmtree(snapshot, ignore_errors=True)
-        raise
+    answer = _submit(path, config.launch, snapshot, failed=failed)
     job, cluster = _read_number(answer, path)
     print(f"job {job} submitted: {path}; its logs, one per node: {folder}/{job}", file=sys.stderr)
     print(job)
@@ -80,9 +73,13 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
     return EXIT_DONE
 
 
-def _can_copy_here(launch: LaunchConfig) -> bool:
-    """Return whether to copy here: this process sees the job's code and folders. Else its first start copies them."""
-    return launch.snapshot and launch.container == "none" and "chdir" not in names(launch.directives)
+def _copy_here(launch: LaunchConfig, folder: Path, make_snapshot: Callable[[Path], None]) -> Path | None:
+    """Return a copy for all starts if this process sees the job's code and folders; else its first start makes one."""
+    if not launch.snapshot or launch.container != "none" or "chdir" in names(launch.directives):
+        return None
+    snapshot = free_name(folder / "snapshot")
+    make_snapshot(snapshot)
+    return snapshot
 
 
 def has_own_environment(launch: LaunchConfig) -> bool:
@@ -90,13 +87,22 @@ def has_own_environment(launch: LaunchConfig) -> bool:
     return launch.container != "none" or bool(launch.setup)
 
 
-def submit_array(runs: Path, launch: LaunchConfig, *, num_tasks: int, at_once: int | None, name: str) -> int:
+def submit_array(
+    runs: Path,
+    launch: LaunchConfig,
+    *,
+    num_tasks: int,
+    at_once: int | None,
+    name: str,
+    make_snapshot: Callable[[Path], None],
+) -> int:
     """Submit one job for each line of a file, which is what `dist-mem train` takes, and return the exit code.
 
     Args:
         runs: the file; its tasks read it whenever they start, so nobody may change it.
         launch: accepted by `validation.check`.
         at_once: tasks at the same time; None: no bound.
+        make_snapshot: as `run`, of the configurations of all lines.
 
     Raises:
         UnusableError, UnfitError: as `run`; or `launch.restart` is chain, or the tasks would start in another folder.
@@ -110,8 +116,9 @@ def submit_array(runs: Path, launch: LaunchConfig, *, num_tasks: int, at_once: i
         print(line, file=sys.stderr)
     path = runs.with_suffix(".sbatch")
     tasks = f"1-{num_tasks}{'' if at_once is None else f'%{at_once}'}"
-    write_text(path, render(launch, job_name=_job_name(name), array=tasks))
-    job, _ = _read_number(_submit(path, launch, arguments=[str(runs.resolve())]), path)
+    snapshot = _copy_here(launch, path.parent, make_snapshot)
+    write_text(path, render(launch, job_name=_job_name(name), array=tasks, snapshot=snapshot))
+    job, _ = _read_number(_submit(path, launch, snapshot, arguments=[str(runs.resolve())]), path)
     print(f"job {job} submitted, {num_tasks} tasks: {runs}", file=sys.stderr)
     print(job)
     return EXIT_DONE
@@ -122,13 +129,26 @@ def _require_sbatch(otherwise: str = "") -> None:
         raise UnusableError(f"launch: there is no sbatch here; use a login node of the cluster{otherwise}")
 
 
-def _submit(path: Path, launch: LaunchConfig, *, arguments: Sequence[str] = (), failed: Sequence[str] = ()) -> str:
-    """Submit the script with its own arguments, and without failed nodes, and return the answer of sbatch."""
+def _submit(
+    path: Path,
+    launch: LaunchConfig,
+    snapshot: Path | None,
+    *,
+    arguments: Sequence[str] = (),
+    failed: Sequence[str] = (),
+) -> str:
+    """Submit the script with its own arguments, and without failed nodes, and return the answer of sbatch.
+
+    Args:
+        snapshot: removed if sbatch fails.
+    """
     done = subprocess.run(
         ["sbatch", "--parsable", *_options(launch, failed), str(path), *arguments],
         capture_output=True, text=True, check=False, env=_environment(launch).environment,
     )  # fmt: skip
     if done.returncode:
+        if snapshot is not None:
+            shutil.rmtree(snapshot, ignore_errors=True)
         output = (done.stderr or done.stdout).strip()
         if not _REFUSED.search(output):
             raise UnfitError(f"sbatch of {path} failed (exit code {done.returncode}): {output}; try again")

@@ -21,6 +21,7 @@ from dist_mem.checkpoint.finished_file import read_finished
 from dist_mem.config import Config, LaunchConfig, load_config
 from dist_mem.config.check import hint
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnfitError, UnusableError
+from dist_mem.launch.code_snapshot import make_for
 from dist_mem.launch.submit import has_own_environment, submit_array
 from dist_mem.memory import memory_options
 from dist_mem.runtime.files import free_name, read_regular, write_text
@@ -291,12 +292,15 @@ def _submit(job: StudyCall, left: Sequence[CellRun], launch: LaunchConfig, *, at
         job.check_signal()
         build(job, item, print)
         begin(job, item)
-    commands = [shlex.join(train_words(job.study, item, job.extra)) for item in left]
+    commands = [train_words(job.study, item, job.extra) for item in left]
     list_of_runs = free_name(job.out / "slurm" / "runs.txt")
     list_of_runs.parent.mkdir(parents=True, exist_ok=True)
-    write_text(list_of_runs, "".join(f"{command}\n" for command in commands))
+    write_text(list_of_runs, "".join(f"{shlex.join(words)}\n" for words in commands))
     job.check_signal()
-    return submit_array(list_of_runs, launch, num_tasks=len(left), at_once=at_once, name=job.study.name)
+    copy = partial(make_for, commands=commands)
+    return submit_array(
+        list_of_runs, launch, num_tasks=len(left), at_once=at_once, name=job.study.name, make_snapshot=copy
+    )
 
 
 def _run(job: StudyCall, asked: StudyRequest) -> int:

@@ -186,9 +186,9 @@ def definition_of(study: Study, run: CellRun, extra: Sequence[str], *, ranks: in
 def check_trained(study: Study, run: CellRun, extra: Sequence[str], definition: Settings) -> None:
     """Check that a training in the run directory is of this definition.
 
-    A job of Slurm reads the configuration when it starts, which may be long after its cell was begun. Keys such as
-    optimizer.lr may change when a run resumes, and a finished run does not even start: without this check the trained
-    model would be measured as one of this definition.
+    A job of Slurm that makes its own copy, as in a container, reads the configuration when it starts, which may be long
+    after its cell was begun. Keys such as optimizer.lr may change when a run resumes, and a finished run does not even
+    start: without this check the trained model would be measured as one of this definition.
 
     Raises:
         UnusableError: it is of another definition.

@@ -120,4 +120,4 @@ def test_paths_that_another_folder_of_the_job_changes_are_refused(
     assert main(["launch", f"launch.directives=[--chdir={other}]", "--script"]) == 0, "its arguments come there"
     launch = LaunchConfig(directives=[f"--chdir={other}"])
     with refused(UnusableError, "--chdir"):
-        submit_array(tmp_path / "runs.txt", launch, num_tasks=2, at_once=None, name="sweep")
+        submit_array(tmp_path / "runs.txt", launch, num_tasks=2, at_once=None, name="sweep", make_snapshot=Path.mkdir)

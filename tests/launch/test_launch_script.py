@@ -155,7 +155,9 @@ def test_dry_run_says_what_sbatch_is_given_beside_the_script(
 def test_array_cannot_be_a_chain(tmp_path: Path) -> None:
     config = load_config(["train.steps=1", "launch.restart=chain"])
     with refused(UnusableError, "launch.restart"):
-        submit_array(tmp_path / "runs.txt", config.launch, num_tasks=2, at_once=None, name="sweep")
+        submit_array(
+            tmp_path / "runs.txt", config.launch, num_tasks=2, at_once=None, name="sweep", make_snapshot=Path.mkdir
+        )
     assert list(tmp_path.iterdir()) == []
 
 

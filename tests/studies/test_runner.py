@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -317,6 +318,29 @@ def test_what_is_submitted_begins_its_cells(here: Path, monkeypatch: pytest.Monk
     assert reproduce(launch=load_config(["job.yaml"]).launch) == EXIT_DONE
     with refused(UnusableError, "none-seed0.json", "train.steps was 40 and is 50"):
         reproduce(scale="small")
+
+
+def test_all_runs_of_an_array_start_from_one_copy_of_code_and_files(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each made one at its first start, hours later: rows of one table were trained by different code."""
+    (here / "own.yaml").write_text("train: {threads: 1}\n", encoding="utf-8")
+    changed(here, lambda table: table["scales"]["tiny"]["rows"]["xl"].append("own.yaml"))
+    sbatch = here / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.touch(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    for answer, left in (("false", []), ("echo 7", ["snapshot"])):
+        sbatch.write_text(f"#!/bin/sh\n{answer}\n", encoding="utf-8")
+        with suppress(UnfitError):
+            assert reproduce(launch=LaunchConfig()) == EXIT_DONE
+        assert [path.name for path in (here / "out" / "slurm").iterdir() if path.is_dir()] == left
+    copy = here / "out" / "slurm" / "snapshot"
+    scripts = [path.read_text(encoding="utf-8") for path in copy.parent.glob("*.sbatch")]
+    assert sum("\nsnapshot=$(realpath out/slurm/snapshot)\n" in text for text in scripts) == 1, "of the second one"
+    files = copy / "files" / here.relative_to("/")
+    assert {path.name for path in files.iterdir()} == {"job.yaml", "own.yaml"}
+    assert (copy / "code" / "dist_mem" / "model.py").is_file()
 
 
 @pytest.mark.parametrize(("options", "place"), [("sweep --slurm", "check_trained"), ("arena --plan", "check_rows")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from dist_mem.cli.arguments import CONFIG, add_allow, output_folder
-from dist_mem.cli.configuration import load_checked, make_snapshot
+from dist_mem.cli.configuration import load_checked
 from dist_mem.config import to_yaml, value_of
 from dist_mem.config.docs import schema_as_yaml
 
@@ -33,7 +33,9 @@ def run(options: Namespace) -> int:
         print(config_page(describe_memories()), end="")
         return 0
     if options.snapshot:
-        make_snapshot(options.snapshot, options.config)
+        from dist_mem.launch.code_snapshot import make_for
+
+        make_for(options.snapshot, [options.config])
         return 0
     if options.get:
         print(value_of(load_checked(options.config), options.get))

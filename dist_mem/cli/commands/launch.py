@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dist_mem.cli.arguments import add_allow
-from dist_mem.cli.configuration import load_checked, make_snapshot, require_config
+from dist_mem.cli.configuration import load_checked, require_config
 from dist_mem.config import DataConfig, EvalConfig, as_tree, change_config, load_config
 from dist_mem.config.check import flatten
 from dist_mem.config.resume_rules import check_allowed
@@ -33,7 +33,7 @@ def add_arguments(added: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Run the command; return the exit code of the process."""
-    from dist_mem.launch import mounts, script, submit
+    from dist_mem.launch import code_snapshot, mounts, script, submit
     from dist_mem.launch.validation import check, check_folder
 
     shorthand = ("nodes", "gpus_per_node", "time", "partition", "account")
@@ -65,7 +65,7 @@ def run(options: Namespace) -> int:
         print(warning, file=sys.stderr)
 
     def snapshot(folder: Path) -> None:
-        make_snapshot(folder, options.config)
+        code_snapshot.make_for(folder, [options.config])
 
     arguments = [*options.config, *(f"--allow={key}" for key in options.allow)]
     return submit.run(config, arguments, dry_run=options.dry_run, make_snapshot=snapshot)
