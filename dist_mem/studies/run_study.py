@@ -293,7 +293,7 @@ def _submit(job: StudyCall, left: Sequence[CellRun], launch: LaunchConfig, *, at
         build(job, item, print)
         begin(job, item)
     commands = [train_words(job.study, item, job.extra) for item in left]
-    list_of_runs = free_name(job.out / "slurm" / "runs.txt")
+    list_of_runs = free_name(job.out / "array" / "runs.txt")  # not slurm/, which would make a run of the study
     list_of_runs.parent.mkdir(parents=True, exist_ok=True)
     write_text(list_of_runs, "".join(f"{shlex.join(words)}\n" for words in commands))
     job.check_signal()

@@ -27,6 +27,7 @@ from dist_mem.config import LaunchConfig, load_config, save_config
 from dist_mem.data.index import fingerprint_of
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.evaluation.scores import read_report
+from dist_mem.launch.status import run as show_status
 from dist_mem.memory import memory_options
 from dist_mem.runtime.children import die_with_parent, launcher
 from dist_mem.runtime.locks import hold_folder
@@ -320,6 +321,20 @@ def test_what_is_submitted_begins_its_cells(here: Path, monkeypatch: pytest.Monk
         reproduce(scale="small")
 
 
+def test_the_status_of_a_submitted_study_is_that_of_its_runs(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The study itself was taken for a run that has no job, and hid them all."""
+    monkeypatch.setattr("dist_mem.studies.run_study.submit_array", lambda *_, **__: EXIT_DONE)
+    assert reproduce(launch=LaunchConfig()) == EXIT_DONE
+    runs = [f"out/runs/{row}-seed0" for row in ("none", "xl")]
+    for run in runs:
+        (here / run / "slurm").mkdir(parents=True)
+    capsys.readouterr()
+    assert show_status([Path("out")], as_json=True) == EXIT_DONE
+    assert [json.loads(line)["run"] for line in capsys.readouterr().out.splitlines()] == runs
+
+
 def test_all_runs_of_an_array_start_from_one_copy_of_code_and_files(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,10 +349,10 @@ def test_all_runs_of_an_array_start_from_one_copy_of_code_and_files(
         sbatch.write_text(f"#!/bin/sh\n{answer}\n", encoding="utf-8")
         with suppress(UnfitError):
             assert reproduce(launch=LaunchConfig()) == EXIT_DONE
-        assert [path.name for path in (here / "out" / "slurm").iterdir() if path.is_dir()] == left
-    copy = here / "out" / "slurm" / "snapshot"
+        assert [path.name for path in (here / "out" / "array").iterdir() if path.is_dir()] == left
+    copy = here / "out" / "array" / "snapshot"
     scripts = [path.read_text(encoding="utf-8") for path in copy.parent.glob("*.sbatch")]
-    assert sum("\nsnapshot=$(realpath out/slurm/snapshot)\n" in text for text in scripts) == 1, "of the second one"
+    assert sum("\nsnapshot=$(realpath out/array/snapshot)\n" in text for text in scripts) == 1, "of the second one"
     files = copy / "files" / here.relative_to("/")
     assert {path.name for path in files.iterdir()} == {"job.yaml", "own.yaml"}
     assert (copy / "code" / "dist_mem" / "model.py").is_file()
