@@ -178,9 +178,10 @@ def _tune(job: StudyCall, asked: StudyRequest) -> int | None:
         check_rows(trials.study, job.extra)
         take_cells(trials, print)
         left = [item for item in trials.runs if columns_left(trials, item)]
-        if asked.launch is not None and (to_train := _to_train(left)):
-            return _submit(trials, to_train, asked.launch, at_once=asked.jobs)
-        if left and asked.estimate and (is_first or not asked.run):
+        if asked.launch is not None:
+            if to_train := _to_train(left):
+                return _submit(trials, to_train, asked.launch, at_once=asked.jobs)
+        elif left and asked.estimate and (is_first or not asked.run):
             _estimate(trials, everywhere)
         if left and not asked.run:
             return EXIT_DONE
