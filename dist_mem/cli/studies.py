@@ -76,16 +76,24 @@ def _divide(options: Namespace) -> tuple[LaunchConfig | None, list[str]]:
     """Return the block `launch` of the site, None without --slurm, and the overrides of every training.
 
     Raises:
-        UnusableError: files or keys are given that only --slurm takes.
+        UnusableError: files or keys are given that only --slurm takes, or a file has keys of other blocks.
     """
     from dist_mem.config import load_config
+    from dist_mem.config.check import flatten
+    from dist_mem.config.sources import is_file_name, read_sources
     from dist_mem.launch.validation import check
 
-    files = [word for word in options.overrides if "=" not in word]
-    site = [word for word in options.overrides if word in files or word.startswith("launch.")]
+    files = [word for word in options.overrides if is_file_name(word)]
+    site = [word for word in options.overrides if word in files or word.startswith(("launch.", "launch="))]
     extra = [word for word in options.overrides if word not in site]
     if options.slurm:
-        return load_config(site, trains=False, check=check).launch, extra
+        launch = load_config(site, trains=False, check=check).launch
+        for source in read_sources(site):
+            if others := {name: child for name, child in source.tree.items() if name != "launch"}:
+                key = next(iter(flatten(others)))
+                way = f"of a site's file only `launch` counts; put the rest under train: of {options.study}"
+                raise UnusableError(f"{source.place(key)}: {key}: {way}")
+        return launch, extra
     if files:
         raise UnusableError(
             f"{files[0]}: only --slurm takes files beside the {options.command}'s; name it under train: in the file"

@@ -56,15 +56,19 @@ def read_sources(arguments: Sequence[str]) -> list[ConfigSource]:
         ConfigError: a file is missing (the message suggests a similar one) or is not YAML, or an override is not
             key=value.
     """
-    is_override = ["=" in argument and not is_file(as_submitted(Path(argument))) for argument in arguments]
-    names = [name for name, override in zip(arguments, is_override, strict=True) if not override]
-    overrides = [text for text, override in zip(arguments, is_override, strict=True) if override]
+    names = [argument for argument in arguments if is_file_name(argument)]
+    overrides = [argument for argument in arguments if not is_file_name(argument)]
     folders = [Path(), *([Path(at_home(names[0])).parent] if names else []), Path("configs")]
     paths = [find_file(name, folders) for name in names]
     sources = [_source(read_document(path)) for path in paths]
     sources += _read_overrides(overrides)
     sources = [source._replace(tree=_with_memory_block(source.tree)) for source in sources]
     return [part for source in sources for part in _with_deepspeed_file(source)]
+
+
+def is_file_name(argument: str) -> bool:
+    """Return whether an argument is the name of a file, and no override; a file may have a `=` in its name."""
+    return "=" not in argument or is_file(as_submitted(Path(argument)))
 
 
 def _source(document: YamlDocument) -> ConfigSource:

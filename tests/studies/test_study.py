@@ -26,6 +26,7 @@ from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import apply_budget, fit_budget
 from dist_mem.studies.cells import keep_result
 from dist_mem.studies.row_check import check
+from dist_mem.studies.run_study import StudyRequest
 from dist_mem.studies.runs import all_runs, is_better_higher, rows_behind, train_words
 from dist_mem.studies.study import FOLDER, RECALL, load_study, study_names, study_path
 from dist_mem.studies.study_call import StudyCall
@@ -318,6 +319,30 @@ def test_a_row_that_no_model_can_have_is_refused_before_any_run(
     assert main([command, "one.yaml", *more]) == EXIT_USAGE
     said(capsys.readouterr().err, f"one.yaml: {named}")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_site_says_what_jobs_are_and_nothing_of_the_trainings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its other keys were left out without a word, and one with a `=` in its path was taken for an override."""
+    monkeypatch.chdir(tmp_path)
+    asked = list[StudyRequest]()
+
+    def run(request: StudyRequest) -> int:
+        asked.append(request)
+        return EXIT_DONE
+
+    monkeypatch.setattr("dist_mem.studies.run_study.run", run)
+    study, site = write(tmp_path, SWEEP), tmp_path / "a=b" / "site.yaml"
+    site.parent.mkdir()
+    site.write_text("launch: {nodes: 3}\n", encoding="utf-8")
+    for words in (["a=b/site.yaml"], ["launch={nodes: 3}"]):
+        assert main(["sweep", study, *words, "train.steps=7", "--slurm"]) == EXIT_DONE
+        request = asked.pop()
+        assert request.launch is not None and (request.launch.nodes, request.extra) == ("3", ["train.steps=7"])
+    site.write_text("launch: {nodes: 3}\ntrain: {steps: 7}\n", encoding="utf-8")
+    assert main(["sweep", study, "a=b/site.yaml", "--slurm"]) == EXIT_USAGE
+    said(capsys.readouterr().err, "a=b/site.yaml", "train.steps: ", "launch", study)
 
 
 RATES = {"optimizer.lr": [0.001, 0.002]}
