@@ -157,10 +157,15 @@ def is_finished(run: CellRun) -> bool:
     return "made" in read_cell(run.cell)
 
 
+def origin_of(run: CellRun) -> dict[str, Any]:
+    """Return where and when a finished cell was made; {} of one that is not finished."""
+    found: dict[str, Any] = read_cell(run.cell).get("made", {})
+    return found
+
+
 def speed_of(run: CellRun) -> float | None:
     """Return the tokens/s of the training; None if its log has none."""
-    found: float | None = read_cell(run.cell).get("made", {}).get("tokens_per_second")
-    return found
+    return origin_of(run).get("tokens_per_second")
 
 
 def take_over(run: CellRun, folder: Path, definition: Mapping[str, Any]) -> bool:

@@ -32,7 +32,7 @@ from dist_mem.runtime.terminal import count_noun, list_names, table
 from dist_mem.runtime.versions import processor_name
 from dist_mem.studies import estimate
 from dist_mem.studies.budget import HEADING, Costs, apply_budget
-from dist_mem.studies.cells import CellRun, define, take_over
+from dist_mem.studies.cells import CellRun, define, origin_of, take_over
 from dist_mem.studies.definition import Settings
 from dist_mem.studies.page import write_results
 from dist_mem.studies.parent_run import ParentRun
@@ -385,7 +385,9 @@ def _origin() -> dict[str, str]:
 
 def _provenance(job: StudyCall) -> dict[str, str]:
     seeds = sorted({item.seed for item in job.runs})
-    provenance = {**{name: job.made[name] for name in ("date", "commit")}, "seeds": ", ".join(map(str, seeds))}
+    made = [origin_of(item) for item in job.runs]
+    found = {name: sorted({each[name] for each in made if name in each}) for name in ("date", "commit")}
+    provenance = {name: ", ".join(texts) for name, texts in {**found, "seeds": map(str, seeds)}.items()}
     provenance["seeds"] += " (means ± their standard deviation)" if len(seeds) > 1 else ""
     provenance["every row"] = f"`{shlex.join(job.study.train)}`"
     if job.extra:

@@ -33,7 +33,7 @@ from dist_mem.runtime.children import die_with_parent, launcher
 from dist_mem.runtime.locks import hold_folder
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.studies.cells import CellRun, checksum, keep_result, read_cell
+from dist_mem.studies.cells import CellRun, checksum, keep_result, read_cell, write_cell
 from dist_mem.studies.definition import compare
 from dist_mem.studies.estimate import Estimate, estimate, finish_seconds, report
 from dist_mem.studies.estimate import _settings as trial_settings
@@ -434,6 +434,18 @@ def test_rows_and_seeds_of_earlier_calls_stay_in_the_table(here: Path) -> None:
     assert "| None | 2.5 | 2.5 |" in text
     assert "| XL | 2.5 ± 0 | 2.5 ± 0 |" in text
     assert "- seeds: 0, 1" in text
+
+
+def test_the_table_has_the_days_and_commits_of_its_runs(here: Path) -> None:
+    """It had those of the last call, also if that only wrote the table."""
+    measured(here, ["none", "xl"])
+    assert reproduce() == EXIT_DONE
+    run = CellRun("none", "", 0, Path("out"))
+    made = read_cell(run.cell)["made"]
+    write_cell(run, made={**made, "date": "1999-12-31", "commit": "zzz"})
+    assert reproduce() == EXIT_DONE
+    text = (here / "out" / "table.md").read_text(encoding="utf-8")
+    assert f"- date: 1999-12-31, {made['date']}\n- commit: {made['commit']}, zzz\n" in text
 
 
 def test_what_is_measured_is_reported_where_data_of_another_row_are_missing(
