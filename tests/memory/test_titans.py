@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,6 +218,24 @@ def test_functions_of_chunks_are_whole_graphs_that_compute_the_same(monkeypatch:
             results.append([learned.read, *learned.weights, *learned.momentum, *found])
         assert num_graphs() == 4
     assert all(map(torch.equal, *results))
+
+
+def test_a_compiler_that_fails_for_chunks_ends_no_forward_of_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At ZeRO stage 3 the other ranks would wait in it."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    def double(part: Tensor) -> Tensor:
+        return 2 * part
+
+    monkeypatch.setattr(compiling, "_inductor", refuse)
+    monkeypatch.setattr(neural_backward, "why_not", lambda: "")
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    results = list[Tensor]()
+    with pytest.raises(RuntimeError, match="no compiler"), compiling.note_errors():
+        results.append(neural_backward.choose_call(double, on_gpu)(torch.ones(2)))
+    assert [result.tolist() for result in results] == [[2.0, 2.0]]
 
 
 def test_the_backward_of_its_own_keeps_little() -> None:

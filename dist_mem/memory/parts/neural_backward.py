@@ -49,7 +49,7 @@ from dist_mem.memory.parts.neural_steps import (
     weigh_shares,
 )
 from dist_mem.memory.parts.rank_update import LayerUpdate, rank_update
-from dist_mem.nn.compilation import compile_once
+from dist_mem.nn.compilation import compile_or_note
 from dist_mem.nn.distance_attention import why_not
 
 Tensors = tuple[Tensor, ...]
@@ -164,7 +164,7 @@ class _LearnChunks(torch.autograd.Function):
 def choose_call(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
     """Return the function; for a GPU compiled, if the compiler's kernels run there and it is no check in float64."""
     is_plain = like.device.type != "cuda" or like.dtype == torch.float64 or why_not()
-    return function if is_plain else compile_once(function)
+    return function if is_plain else compile_or_note(function)
 
 
 @contextmanager
