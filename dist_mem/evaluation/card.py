@@ -69,8 +69,9 @@ It needs dist_mem installed. `dist_mem.load("{name}")` loads the same folder.
 """
 _DATA_ONLY = "All files are data: loading runs no code from them. Each is compared with its SHA-256 in `manifest.json`."
 _REMOTE = """\
-`modeling_dist_mem.py` is a program of a few lines that imports dist_mem; transformers runs it only with
-`trust_remote_code=True`. All other files are data. Each is compared with its SHA-256 in `manifest.json`."""
+`modeling_dist_mem.py` is a program of a few lines that imports dist_mem, and `tokenization_dist_mem.py`, where there is
+one, imports transformers, which runs them only with `trust_remote_code=True`. All other files are data. Each is
+compared with its SHA-256 in `manifest.json`."""
 _CODE = """\
 **`memory/` contains a program**: this memory is not part of dist_mem. Loading the model runs it, but only with
 {allowed} as a further argument: read it first. Each file is compared with its SHA-256 in `manifest.json`."""

@@ -6,6 +6,7 @@
         config.json, model.safetensors   what AutoModelForCausalLM reads
         tokenizer.json, ...              what AutoTokenizer reads; the ids of a text are those of training
         modeling_dist_mem.py             a program that trust_remote_code=True runs; it imports dist_mem
+        tokenization_dist_mem.py         of a Qwen2 with another tokenizer: a program that imports its class
         config.yaml, tokenizer/, ...     what `dist_mem.load` reads (export.py)
 
 A GPT-2 or Llama has Hugging Face's names, so that GPT2LMHeadModel or LlamaForCausalLM loads it without a program; the
@@ -15,13 +16,14 @@ keep our names.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from dist_mem.checkpoint.rank_file import safetensors_parts
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, BytePairTokenizer, write_byte_pairs
-from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer, write_folder
+from dist_mem.data.tokenizers.huggingface import CONFIG_NAME, HuggingFaceTokenizer, write_folder
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import TrainedModel, distinct_weights
 from dist_mem.hf.folder import CONFIG, WEIGHTS
@@ -30,7 +32,7 @@ from dist_mem.runtime.extras import require
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_hashed, write_text
 
-MODELING = "modeling_dist_mem.py"
+MODELING, TOKENIZATION = "modeling_dist_mem.py", "tokenization_dist_mem.py"
 _MEMORY_CLASSES = {  # of model_type
     **{"gpt2": "MemoryGPT2", "llama": "MemoryLlama", "mistral": "MemoryMistral"},
     **{"qwen2": "MemoryQwen2", "qwen3": "MemoryQwen3"},
@@ -45,12 +47,22 @@ except ImportError as error:
     ) from error
 '''
 
+# A class of its own: transformers marks the one that it opens, and copies its program wherever that is saved.
+_TOKENIZER_PROGRAM = '''"""The tokenizer of this model, as transformers has it."""
+
+import transformers
+
+
+class {name}(transformers.{name}):
+    pass
+'''
+
 
 def write_transformers(trained: TrainedModel, directory: Path) -> None:
     """Write what transformers reads into an empty directory; without the files of export.py.
 
     Raises:
-        UnusableError: the tokenizer has no fast form, or a GPT-2's or Llama's attention is another.
+        UnusableError: the tokenizer has no fast form or names no class, or a GPT-2's or Llama's attention is another.
     """
     kind = trained.config.model.kind
     is_published = kind in LAYOUTS
@@ -66,6 +78,8 @@ def write_transformers(trained: TrainedModel, directory: Path) -> None:
             raise
         except ValueError as error:
             raise UnusableError(f"--format transformers: {error}: leave --format out") from error
+    if content["model_type"] == "qwen2":
+        _keep_tokenizer_class(directory)
     write_hashed(directory / WEIGHTS, safetensors_parts(weights, metadata={"format": "pt"}))
     write_text(directory / CONFIG, json_text(content, indent=1) + "\n")
     if "auto_map" in content:
@@ -123,7 +137,26 @@ def _write_gpt2_tokenizer(tokenizer: BytePairTokenizer, directory: Path) -> None
     write_byte_pairs(tokenizer, directory)
     settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     settings["tokenizer_class"] = "GPT2Tokenizer"
-    write_text(directory / "tokenizer_config.json", json_text(settings, indent=1) + "\n")
+    write_text(directory / CONFIG_NAME, json_text(settings, indent=1) + "\n")
+
+
+def _keep_tokenizer_class(directory: Path) -> None:
+    """Let AutoTokenizer open the class that the folder names: for a Qwen2 it takes Qwen2Tokenizer, with other ids.
+
+    It does not where `auto_map` names a class, which it imports from a program with trust_remote_code=True only.
+    """
+    path = directory / CONFIG_NAME
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    name = str(settings.get("tokenizer_class"))
+    if not name.isidentifier():
+        raise UnusableError(
+            f"--format transformers: {CONFIG_NAME} of the tokenizer has tokenizer_class {name!r}, which is no class of "
+            "transformers: leave --format out"
+        )
+    if name.removesuffix("Fast") != "Qwen2Tokenizer":
+        settings["auto_map"] = {"AutoTokenizer": [None, f"{Path(TOKENIZATION).stem}.{name}"]}
+        write_text(path, json_text(settings, indent=1) + "\n")
+        write_text(directory / TOKENIZATION, _TOKENIZER_PROGRAM.format(name=name))
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path, *, adds_bos: bool, purpose: str) -> None:
@@ -155,4 +188,4 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, *, adds_bos: bool, pu
         "model_input_names": ["input_ids", "attention_mask"],
     }
     write_text(directory / "tokenizer.json", fast.to_str(pretty=True) + "\n")
-    write_text(directory / "tokenizer_config.json", json_text(settings, indent=1) + "\n")
+    write_text(directory / CONFIG_NAME, json_text(settings, indent=1) + "\n")

@@ -212,6 +212,19 @@ def test_training_and_export_refuse_the_tokens_of_another_tokenizer_before_anyth
     assert "nobody can know" in capsys.readouterr().out
 
 
+def test_a_qwen2_of_any_tokenizer_is_exported_with_the_ids_of_its_training(
+    pretrained: tuple[Path, Callable[..., Path]], tmp_path: Path
+) -> None:
+    """transformers opens Qwen2's own tokenizer for a Qwen2, whatever class the folder names."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    hub, text = tmp_path / "hub", "cafe\u0301 in 1984"
+    assert main(["export", str(pretrained[1](0, qkv_bias=True)), "--out", str(hub), "--format", "transformers"]) == 0
+    ours = find_tokenizer(hub)
+    for trusted in (None, True):
+        opened = transformers.AutoTokenizer.from_pretrained(hub, trust_remote_code=trusted)
+        assert opened(text)["input_ids"] == [ours.bos_id, *ours.encode(text).tolist()]
+
+
 def test_a_folder_of_hugging_face_is_no_damaged_data_directory(pretrained: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = pretrained
     with refused(ShardError, folder / "tokenizer"):

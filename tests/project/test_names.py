@@ -23,6 +23,7 @@ OF_OTHERS = {
     "eval.py",
     "run_clm.py",
     "modeling_dist_mem.py",
+    "tokenization_dist_mem.py",
     "my_memory.py",
 }
 _NAME = re.compile(r"(?<![\w./-])((?:[\w-]+/)*[\w-]+\.py)\b(?!:[A-Z])")

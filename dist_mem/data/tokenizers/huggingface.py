@@ -201,6 +201,7 @@ def _files_of(opened: Any) -> dict[str, str]:
     """
     opened.backend_tokenizer.no_padding()
     opened.backend_tokenizer.no_truncation()
+    opened.init_kwargs.pop("auto_map", None)  # it names a program of the folder, which is not saved
     with TemporaryDirectory() as folder:
         opened.save_pretrained(folder)
         saved = sorted(path for path in Path(folder).rglob("*") if not path.is_dir())
