@@ -93,8 +93,9 @@ def read_tree(trained: TrainedModel, roots: Branches, *, num_lanes: int) -> Iter
         output = _forward(trained, nodes, rows, empty, num_lanes=num_lanes)
         for lane, node in enumerate(nodes):
             node.state = None
+            state = copy_lane(output.state, lane) if node.below else None
             for child in node.below.values():
-                child.state = copy_lane(output.state, lane)
+                child.state = state
                 waiting.setdefault(child.rows, []).append((next(arrival), child))
         yield nodes, output
 

@@ -62,7 +62,7 @@ def _read(
 
     All prompts are one tree: the questions of several tasks about one book differ in `max_tokens`.
     """
-    seg_len = trained.config.train.seg_len
+    seg_len, empty = trained.config.train.seg_len, init_state(trained)
     roots: Branches = {}
     ends: dict[Node, list[int]] = {}  # prompts of which this is the last complete segment before the open one
     opened: dict[int, torch.Tensor] = {}
@@ -87,7 +87,7 @@ def _read(
         if path:
             ends.setdefault(path[-1], []).append(number)
         else:
-            add_ready(number, init_state(trained))
+            add_ready(number, empty)
     for nodes, output in read_tree(trained, roots, num_lanes=num_lanes):
         for lane, node in enumerate(nodes):
             if node in ends:

@@ -17,7 +17,9 @@ from dist_mem.__main__ import main
 from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
 from dist_mem.lm_eval import model as lm_eval_model
+from dist_mem.lm_eval import segment_tree, writing
 from dist_mem.lm_eval.model import DistMemLM
+from dist_mem.lm_eval.segment_tree import join_lanes
 from dist_mem.lm_eval.tasks import load_tasks
 from dist_mem.lm_eval.writing import Prompt, write_until
 from tests.support.contract_cases import SEG_LEN, case_params
@@ -252,6 +254,24 @@ def test_prompts_that_begin_alike_are_read_once_and_written_as_alone(case: str) 
         reading = read(trained, start(trained), [prompt.tokens])
         alone = generate(trained, reading, num_tokens=SEG_LEN, sampling=Sampling(0.0)).tokens[0]
         assert texts[number] == trained.tokenizer.decode(alone)
+
+
+def test_a_memory_is_kept_once_for_all_prompts_that_begin_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the empty memory, of prompts within their first segment."""
+    trained, draw = float32_model("transformer_xl"), np.random.default_rng(7)
+    book, questions = draw.integers(0, BOS, SEG_LEN), draw.integers(0, BOS, (BOS, SEG_LEN))
+    rows = [*(np.concatenate([book, question]) for question in questions), *questions[:, :1]]
+    kept = dict[int, Any]()
+
+    def join(states: Sequence[Any]) -> Any:
+        kept.update((id(state), state) for state in states)
+        return join_lanes(states)
+
+    for module in (segment_tree, writing):
+        monkeypatch.setattr(module, "join_lanes", join)
+    prompts = {number: Prompt(row, (), 1, Sampling(0.0)) for number, row in enumerate(rows)}
+    write_until(trained, prompts, num_lanes=len(prompts))
+    assert len(kept) == 1 + 1 + len(questions) + 1, "the empty one of each module, the book's, and each question's"
 
 
 def test_prompts_of_several_lengths_and_samplings_are_read_once_together() -> None:
