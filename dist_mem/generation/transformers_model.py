@@ -46,6 +46,7 @@ from dist_mem.generation.arguments import (
 from dist_mem.generation.reading import Reading, select, with_open_segment
 from dist_mem.generation.text_scores import read_with_log_probs
 from dist_mem.generation.writing import SteppingWriter
+from dist_mem.memory.base import detach_state
 from dist_mem.nn.layers import DTYPES
 
 _IGNORED = -100  # a label that is not scored
@@ -268,7 +269,8 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         logits = packed.new_zeros(*kept.shape, packed.shape[1]).index_put((kept.to(packed.device),), packed)
         logits = logits[:, (columns - (length - kept.shape[1])).to(logits.device)]
         if use_cache:
-            cache.reading, cache.num_read = reading, cache.num_read + length
+            cache.reading = reading._replace(state=detach_state(reading.state))  # else it keeps what computed it
+            cache.num_read += length
         loss = None
         if labels is not None:
             # Of each column, the label that it predicts.

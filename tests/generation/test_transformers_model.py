@@ -163,6 +163,14 @@ def test_a_token_is_one_row_of_the_model_and_a_copied_cache_goes_on_by_itself(ex
     assert copied.get_seq_length() == cache.get_seq_length() + 1
 
 
+def test_a_cache_that_was_read_with_gradient_keeps_no_graph_and_can_be_copied(exported: Callable[..., Path]) -> None:
+    output = open_hub(exported("linear"))(random_ids(1, 2 * SEG_LEN + 1))
+    assert output.logits.requires_grad
+    copied = copy.deepcopy(output.past_key_values)
+    for cache in (output.past_key_values, copied):
+        assert not any(tensor.requires_grad for tensor in named_tensors(cache.reading.state).values())
+
+
 def test_every_beam_has_its_own_memory(exported: Callable[..., Path]) -> None:
     """The score of a beam is that of its text read from the start."""
     model, num_new = open_hub(exported("transformer_xl")), 2 * SEG_LEN
