@@ -48,6 +48,7 @@ from dist_mem.generation.text_scores import read_with_log_probs
 from dist_mem.generation.writing import SteppingWriter
 from dist_mem.memory.base import detach_state
 from dist_mem.nn.layers import DTYPES
+from dist_mem.runtime.terminal import count_noun
 
 _IGNORED = -100  # a label that is not scored
 _GENERATION = "generation_config.json"
@@ -293,7 +294,8 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         """Generate as the base class does.
 
         Raises:
-            ValueError: a text ends with padding, after which no token can be generated, or the mask does not fit.
+            ValueError: a text ends with padding, after which no token can be generated, the mask does not fit, or the
+                cache has all of the text.
         """
         mask = options.get("attention_mask")
         ids = options.get("input_ids") if inputs is None else inputs
@@ -301,6 +303,13 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
             _check_mask(mask, ids)
         if mask is not None and not bool(mask[:, -1].all()):
             raise ValueError("a text of the batch ends with padding: pad on the left (tokenizer.padding_side='left')")
+        cache = options.get("past_key_values")
+        num_read = 0 if cache is None else cache.get_seq_length()
+        if ids is not None and (mask is None or mask.shape == ids.shape) and 0 < ids.shape[1] <= num_read:
+            raise ValueError(
+                f"past_key_values has read {count_noun(num_read, 'column')}, but input_ids has {ids.shape[1]}: give "
+                "those and at least one more, or leave past_key_values out"
+            )
         options.pop("prefill_chunk_size", None)  # a prompt is read in segments in any case
         # cast: transformers types `self` by a protocol that no model of its own fulfils
         return GenerationMixin.generate(cast(Any, self), inputs, *args, **options)

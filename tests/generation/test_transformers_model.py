@@ -202,6 +202,9 @@ def test_a_reading_of_dist_mem_goes_on_in_transformers(exported: Callable[..., P
     assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=3, **GREEDY).sequences, expected)
     assert cache.get_seq_length() == ids.shape[1] + 2
     assert kept.get_seq_length() == 3 * SEG_LEN
+    for length in (3 * SEG_LEN, SEG_LEN):  # nothing new
+        with refused(ValueError, "past_key_values", "input_ids", f"{3 * SEG_LEN}"):
+            model.generate(ids[:, :length], past_key_values=kept, max_new_tokens=1, **GREEDY)
     with refused(ValueError, "input_ids"):
         model(ids.repeat(2, 1), past_key_values=cache)
     with refused(ValueError, "cannot be cropped"):
