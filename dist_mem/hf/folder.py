@@ -104,7 +104,7 @@ def _as_json(value: Any) -> str:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the weights of a folder, from one file or, if there is an index, from several.
+    """Read the weights of a folder, from one file or, where there is none but an index, from several.
 
     Raises:
         UnusableError: a file is missing or damaged.
@@ -112,7 +112,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """
     path = folder / INDEX
     names = [WEIGHTS]
-    if path.exists():
+    if path.exists() and not (folder / WEIGHTS).exists():
         index = _read(path)
         check(index, _INDEX, path, UnusableError, f": {_AGAIN}")
         names = sorted(set(index["weight_map"].values()))

@@ -273,6 +273,12 @@ def test_names_in_an_index_are_files_of_the_folder(published: Published) -> None
     published.load()
 
 
+def test_an_index_that_was_left_beside_weights_in_one_file_is_not_read(published: Published) -> None:
+    """transformers reads the one file, as whoever saved it last meant."""
+    published.rewrite("model.safetensors.index.json", {"weight_map": {"wte.weight": "model-1.safetensors"}})
+    published.load()
+
+
 def test_weights_that_are_no_floating_point_numbers_are_refused(published: Published) -> None:
     """Copying converts them without a word: integers are quantised weights without their scales."""
     path = published.folder / "model.safetensors"
