@@ -103,11 +103,10 @@ def run(
     _check_used(path, checkpoint, overrides)
     with ExitStack() as stack:
         try:
-            settings = [*overrides, f"eval.precision={precision}"]
             trained = (
-                stack.enter_context(_initial_model(path, settings))
+                stack.enter_context(_initial_model(path, overrides, precision))
                 if _is_configuration(path)
-                else load_model(path, *settings, step=checkpoint)
+                else load_model(path, *overrides, f"eval.precision={precision}", step=checkpoint)
             )
         except (OSError, ValueError) as error:
             raise run_error(error) from error
@@ -151,8 +150,10 @@ def _is_configuration(path: Path) -> bool:
 
 
 @contextmanager
-def _initial_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedModel]:
+def _initial_model(path: Path, overrides: Sequence[str], precision: str) -> Iterator[TrainedModel]:
     """Provide the model of a configuration at step 0, with the weights of `model.pretrained`, and its tokenizer.
+
+    Its checkpoint has the configuration's own `eval.precision`, as that of a run; `precision` is of the weights.
 
     Raises:
         ValueError: the configuration, the data or the weights are invalid.
@@ -166,7 +167,7 @@ def _initial_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedMode
         load_pretrained(model, config.model, tokenizer.vocab_size)
         if remark := compare_tokens(config.model, tokenizer):
             print(f"notice: {remark}")
-    dtype = DTYPES[config.eval.precision]
+    dtype = DTYPES[precision]
     with TemporaryDirectory() as folder:
         save_config(config, Path(folder) / "config.yaml")
         programs = sources(config.memory)
@@ -176,6 +177,7 @@ def _initial_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedMode
         files = {name: describe_file(Path(folder) / name) for name in programs}
         manifest = {"step": 0, "tokenizer_fingerprint": tokenizer.fingerprint, "files": files}
         checkpoint = Checkpoint(Path(folder), Path(folder), manifest, [])
+        config = change_config(config, {"eval.precision": precision})
         yield TrainedModel(model.to(dtype).eval(), tokenizer, config, checkpoint, torch.device("cpu"), dtype)
 
 

@@ -246,12 +246,15 @@ def test_a_configuration_has_no_checkpoints_and_its_export_no_paths(
 ) -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/scratch/alice"}}
     changes = {"deepspeed": {"zero_optimization": zero, "tensorboard": {"enabled": True, "output_path": "/home/alice"}}}
+    changes["eval"] = {"precision": "bf16"}
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
     assert main(["export", str(config), "--out", str(tmp_path / "new"), "--checkpoint", "7"]) == 2
     assert_says(capfd.readouterr().err, f"--checkpoint 7: {config} is a configuration")
     assert main(["export", str(config), "--out", str(tmp_path / "new")]) == 0
     assert "alice" not in (tmp_path / "new" / "config.yaml").read_text(encoding="utf-8")
-    assert load_model(tmp_path / "new").config.deepspeed["zero_optimization"]["stage"] == 3
+    loaded = load_model(tmp_path / "new")
+    assert loaded.config.deepspeed["zero_optimization"]["stage"] == 3
+    assert loaded.config.eval.precision == "bf16" and read_manifest(tmp_path / "new")["precision"] == "fp32"
 
 
 def succeeds(command: list[str]) -> None:
