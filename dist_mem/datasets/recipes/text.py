@@ -9,8 +9,8 @@
 Hidden files and other suffixes are passed over, and counted.
 
 Splits are what the names of folders and files say, at any depth: train/, test.jsonl, valid.txt,
-data/validation-00000-of-00001.parquet (also val, dev, eval, training, ...); of several sources, also
-those of the folders above them, up to the one that they share. Without such names, or with
+data/validation-00000-of-00001.parquet (also val, dev, eval, training, ...); of several sources,
+also those of the folders above them, up to the one that they share. Without such names, or with
 --split-by-hash, a checksum of a document's id determines its split. Of rows it does so alone,
 whatever other rows are added or removed, and fractions are approximate; of .txt files fractions are
 exact numbers, in the order of the checksums.
