@@ -8,7 +8,7 @@ sittings and machines, since a call takes over the finished cells of that folder
     {"format_version": 1, "definition": {"train.seed": 0, "memory.kind": "none", "data/train": "4f2a...", ...},
      "results": {"perplexity": {"value": 4.0, "step": 100, "report": "test"}}, "reports": {"test": {...}},
      "curve": [[step, loss, learning rate or null], ...], "evaluations": [[step, bits per byte], ...],
-     "made": {"tokens_per_second": 9000.0, "date": "2026-11-26", ...}}
+     "made": {"tokens_read_per_second": 9000.0, "date": "2026-11-26", ...}}
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_mem.errors import UnusableError
+from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
+from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.evaluation.scores import Report, report_from
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, integer, leaf, metric, optional, read_json, record, table, text
@@ -31,6 +33,7 @@ from dist_mem.tracking.log import METRICS_FILE, read_points
 CELLS = "cells"  # folder, in that of a study
 FORMAT_VERSION = 1
 _SCORE = "/bits_per_byte"  # of an evaluation during a training, after its split
+_SPEED = "tokens_read_per_second"  # of tasks of recall, a few tokens are scored
 _REMEDY = "; remove the file"
 _ANY = leaf("a value", lambda value: True)
 _RESULT = record({}, {"value": optional(metric), "step": integer(), "diverged": text, "report": text}, is_open=True)
@@ -139,8 +142,16 @@ def report_of(run: CellRun, column: str) -> Report | None:
     return report_from(body["reports"][name], run.cell)
 
 
+def manifest_of(run: CellRun) -> dict[str, Any]:
+    """Return the manifest of the newest checkpoint of a training; {} without one, or if it is damaged."""
+    with suppress(CheckpointError):  # a training passes over a damaged checkpoint
+        for step in list_steps(run.directory)[-1:]:
+            return read_manifest(step_dir(run.directory, step))
+    return {}
+
+
 def finish(run: CellRun, **made: Any) -> None:
-    """Add to a cell how its training went, from its log, and `made`: where and when."""
+    """Add to a cell how its training went, from its log and its checkpoint, and `made`: where and when."""
     points = read_points(run.directory / METRICS_FILE)
     curve = [
         [point.step, point.metrics["loss"], point.metrics.get("lr")] for point in points if "loss" in point.metrics
@@ -148,8 +159,9 @@ def finish(run: CellRun, **made: Any) -> None:
     evaluations = [
         [point.step, value] for point in points for name, value in point.metrics.items() if name.endswith(_SCORE)
     ]
-    speeds = [point.metrics["tokens_per_second"] for point in points if "tokens_per_second" in point.metrics]
-    made |= {"tokens_per_second": statistics.median(speeds)} if speeds else {}
+    speeds = [point.metrics[_SPEED] for point in points if _SPEED in point.metrics]
+    made |= {_SPEED: statistics.median(speeds)} if speeds else {}
+    made |= {"ranks": manifest["world_size"]} if (manifest := manifest_of(run)) else {}
     write_cell(run, curve=curve, evaluations=evaluations, made=made)
 
 
@@ -164,8 +176,9 @@ def origin_of(run: CellRun) -> dict[str, Any]:
 
 
 def speed_of(run: CellRun) -> float | None:
-    """Return the tokens/s of the training; None if its log has none."""
-    return origin_of(run).get("tokens_per_second")
+    """Return the tokens/s that the training read; None if its log has none."""
+    made = origin_of(run)
+    return made.get(_SPEED, made.get("tokens_per_second"))  # an older version kept those of the tokens scored
 
 
 def take_over(run: CellRun, folder: Path, definition: Mapping[str, Any]) -> bool:

@@ -39,6 +39,7 @@ def compare(kept: Mapping[str, Any], definition: Mapping[str, Any], what: str, r
     """
     now = select_keys(json.loads(json_text(definition)), affects=_COMPARED)
     then = select_keys(kept, affects=_COMPARED)
+    then.pop("ranks", None)  # an older version kept them: those of the command, also of a job of Slurm with more
     if newer := now.keys() - then.keys():
         usual = json.loads(json_text(_defaults(now))) if "memory.kind" in then else {}
         then |= {key: usual[key] for key in newer if key in usual}

@@ -22,7 +22,7 @@ from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.figures import NO_FIGURE
 from dist_mem.runtime.files import write_text
 from dist_mem.studies.budget import HEADING
-from dist_mem.studies.cells import CellRun, checksum, read_result, report_of
+from dist_mem.studies.cells import CellRun, checksum, origin_of, read_result, report_of
 from dist_mem.studies.pictures import PARETO, by_result, draw, draw_comparison, has_means
 from dist_mem.studies.results import (
     NOT_GIVEN,
@@ -173,13 +173,14 @@ def to_csv(study: Study, runs: Sequence[CellRun], extra: Sequence[str], *, ranks
 
     Args:
         extra: overrides of every training.
-        ranks: of every training.
+        ranks: of a training that has not ended.
     """
     lines: list[list[object]] = []
     lines.append(["row", "column", "seed", *(["paper"] if study.is_papers else []), "value", "step", "ended"])
     lines[0] += ["sha256", "training", "evaluation"]
     for run in runs:
-        start = "dist-mem" if ranks == 1 else f"torchrun --nproc_per_node {ranks} -m dist_mem"
+        processes = origin_of(run).get("ranks", ranks)
+        start = "dist-mem" if processes == 1 else f"torchrun --nproc_per_node {processes} -m dist_mem"
         training = f"{start} {shlex.join(['train', *train_words(study, run, extra)])}"
         for name, column in columns_to_measure(study, run).items():
             result: dict[str, Any] = read_result(run, name) or {"to run": True}

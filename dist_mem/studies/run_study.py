@@ -262,7 +262,7 @@ def take_cells(job: StudyCall, report: Callable[[str], None]) -> None:
 
 
 def _definition(job: StudyCall, item: CellRun) -> Settings:
-    return definition_of(job.study, item, job.extra, ranks=job.ranks)
+    return definition_of(job.study, item, job.extra)
 
 
 def _to_train(left: Iterable[CellRun]) -> list[CellRun]:

@@ -11,18 +11,16 @@ import hashlib
 import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.checkpoint.resume_source import read_saved_config
 from dist_mem.config import DataConfig, load_block, load_config
 from dist_mem.data.directory import open_index
 from dist_mem.data.mixture import source_settings
 from dist_mem.data.shard import INDEX_NAME
-from dist_mem.errors import CheckpointError, UnusableError
+from dist_mem.errors import UnusableError
 from dist_mem.evaluation.report_names import list_reports
 from dist_mem.evaluation.scores import Band, read_report
 from dist_mem.memory import memory_options
@@ -30,7 +28,7 @@ from dist_mem.memory.outside import sources
 from dist_mem.runtime.children import launcher
 from dist_mem.runtime.figures import is_figure
 from dist_mem.runtime.file_schema import check, integer, metric, optional, read_json, record, table
-from dist_mem.studies.cells import CELLS, CellRun, read_result
+from dist_mem.studies.cells import CELLS, CellRun, manifest_of, read_result
 from dist_mem.studies.definition import Settings, compare, settings_of
 from dist_mem.studies.study import Column, Study
 
@@ -166,8 +164,8 @@ def train_words(study: Study, run: CellRun, extra: Sequence[str]) -> list[str]:
     ]
 
 
-def definition_of(study: Study, run: CellRun, extra: Sequence[str], *, ranks: int) -> Settings:
-    """Return what a run is: its settings, its ranks, and fingerprints of its memory files and of its splits.
+def definition_of(study: Study, run: CellRun, extra: Sequence[str]) -> Settings:
+    """Return what a run is: its settings, and fingerprints of its memory files and of its splits.
 
     The splits are left out unless all are built, and the data of a curriculum's earlier stages in any case.
     """
@@ -180,7 +178,7 @@ def definition_of(study: Study, run: CellRun, extra: Sequence[str], *, ranks: in
     is_built = all((Path(one.path) / split / INDEX_NAME).exists() for one, split in splits.values())
     prints = {name: open_index(*found).fingerprint for name, found in splits.items() if is_built}
     memories = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sources(config.memory).items()}
-    return {"ranks": ranks, **settings_of(config), **memories, **prints}
+    return {**settings_of(config), **memories, **prints}
 
 
 def check_trained(study: Study, run: CellRun, extra: Sequence[str], definition: Settings) -> None:
@@ -196,18 +194,16 @@ def check_trained(study: Study, run: CellRun, extra: Sequence[str], definition: 
     if not (run.directory / "config.yaml").exists():
         return
     saved = read_saved_config(run.directory, load_config(train_words(study, run, extra)).memory)
-    not_saved = {key: value for key, value in definition.items() if key == "ranks" or "/" in key}
+    not_saved = {key: value for key, value in definition.items() if "/" in key}
     trained = {**settings_of(saved), **not_saved}
-    with suppress(CheckpointError):  # a training passes over a damaged checkpoint
-        for step in list_steps(run.directory)[-1:]:
-            manifest = read_manifest(step_dir(run.directory, step))
-            files = manifest["files"]
-            trained |= {name: files[name]["sha256"] for name in files if name.startswith("memory/")}
-            *_, last = fingerprints = manifest["data_fingerprint"].split()
-            # Of a curriculum, the last stage is that of data.path.
-            of_last = {f"data/{saved.data.train_split}": last}
-            of_sources = {_of_source(number): one for number, one in enumerate(fingerprints)}
-            trained |= of_sources if saved.data.mixture else of_last
+    if manifest := manifest_of(run):
+        files = manifest["files"]
+        trained |= {name: files[name]["sha256"] for name in files if name.startswith("memory/")}
+        *_, last = fingerprints = manifest["data_fingerprint"].split()
+        # Of a curriculum, the last stage is that of data.path.
+        of_last = {f"data/{saved.data.train_split}": last}
+        of_sources = {_of_source(number): one for number, one in enumerate(fingerprints)}
+        trained |= of_sources if saved.data.mixture else of_last
     compare(trained, definition, f"{run.directory} is a training", "give another --out, or remove it")
 
 

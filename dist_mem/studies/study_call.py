@@ -231,10 +231,10 @@ def run_one(job: StudyCall, item: CellRun, report: Callable[[str], None], place:
         _train_and_measure(job, item, missing, report, place)
     else:
         report(f"{item.name}: already done")
-    if missing or not is_finished(item):
+    if not is_finished(item):
         finish(item, **job.made)
     if job.cells is not None:
-        give(item, job.cells, definition_of(job.study, item, job.extra, ranks=job.ranks))
+        give(item, job.cells, definition_of(job.study, item, job.extra))
 
 
 def _train_and_measure(
@@ -276,7 +276,7 @@ def begin(job: StudyCall, item: CellRun) -> Settings:
     Raises:
         UnusableError: a cell or a training that is there is of another definition.
     """
-    definition = definition_of(job.study, item, job.extra, ranks=job.ranks)
+    definition = definition_of(job.study, item, job.extra)
     check_trained(job.study, item, job.extra, definition)
     define(item, definition)
     return definition

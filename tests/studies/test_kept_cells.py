@@ -42,5 +42,5 @@ def test_the_kept_cells_are_of_the_definitions_of_now(spec: Path) -> None:
         kept = json.loads(path.read_bytes())["definition"]
         tuned = {*study.tune.grid, *study.tune.rows.get(row, {})}
         words = [f"{key}={json.dumps(kept[key])}" for key in tuned]
-        now = definition_of(study, CellRun(row, "", kept["train.seed"], Path("out")), words, ranks=1)
+        now = definition_of(study, CellRun(row, "", kept["train.seed"], Path("out")), words)
         compare(kept, now, path.name, "")

@@ -33,11 +33,13 @@ from dist_mem.runtime.children import die_with_parent, launcher
 from dist_mem.runtime.locks import hold_folder
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.studies.cells import CellRun, checksum, keep_result, read_cell, write_cell
+from dist_mem.studies.cells import CellRun, checksum, keep_result, read_cell, speed_of, write_cell
+from dist_mem.studies.cells import finish as finish_cell
 from dist_mem.studies.definition import compare
 from dist_mem.studies.estimate import Estimate, estimate, finish_seconds, report
 from dist_mem.studies.estimate import _settings as trial_settings
 from dist_mem.studies.estimate import _try as time_row
+from dist_mem.studies.page import to_csv
 from dist_mem.studies.parent_run import ParentRun
 from dist_mem.studies.row_check import check
 from dist_mem.studies.run_study import StudyRequest, take_cells
@@ -59,7 +61,7 @@ from dist_mem.studies.study_call import (
     places,
     run_one,
 )
-from dist_mem.tracking.log import Point
+from dist_mem.tracking.log import METRICS_FILE, Entry, Header, Point, new_uid, write_log
 from dist_mem.tracking.mlflow.client import connect
 from tests.support import tracked
 from tests.support.curricula import make_data
@@ -203,7 +205,7 @@ def test_cells_of_one_definition_are_not_those_of_another(here: Path) -> None:
         reproduce()
 
 
-def train_folder(run: CellRun, *extra: str, fingerprint: str) -> None:
+def train_folder(run: CellRun, *extra: str, fingerprint: str, ranks: int = 1) -> None:
     """As if a training of a run had saved a checkpoint, on data of this fingerprint, and its cell had been removed."""
     config = load_config(train_words(load_study("two"), run, extra), memory_options=memory_options)
     save_config(config, run.directory / "config.yaml")
@@ -211,7 +213,7 @@ def train_folder(run: CellRun, *extra: str, fingerprint: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     fingerprints = {"data_fingerprint": fingerprint, "tokenizer_fingerprint": ""}
     empty: dict[str, Any] = {key: {} for key in ("files", "versions", "lanes", "meter")}
-    counts = {"step": STEPS, "world_size": 1, "zero_stage": 0}
+    counts = {"step": STEPS, "world_size": ranks, "zero_stage": 0}
     write_manifest(folder, {**empty, **fingerprints, **counts, "mlflow_run_id": None})
 
 
@@ -220,7 +222,7 @@ def test_a_trained_model_is_not_measured_under_another_definition(here: Path) ->
     run = CellRun("xl", "", 0, Path("out"))
     study = load_study("two")
     job = StudyCall(study, Path("out"), [run], 1, ["eval.allow_code=true"], StopSignal([]))
-    definition = definition_of(study, run, job.extra, ranks=1)
+    definition = definition_of(study, run, job.extra)
     train_folder(run, fingerprint=definition["data/train"])
     take_cells(job, print)  # a training that was begun in an earlier call goes on
     with refused(UnusableError, run.directory, "optimizer.lr was 0.003 and is 0.5"):
@@ -257,7 +259,7 @@ def test_a_definition_has_all_that_changes_results(here: Path) -> None:
     run = CellRun("none", "", 0, Path("out"))
 
     def added(*extra: str) -> dict[str, Any]:
-        found = definition_of(load_study("two"), run, extra, ranks=1)
+        found = definition_of(load_study("two"), run, extra)
         return {key: value for key, value in found.items() if key not in usual or value != usual[key]}
 
     usual: dict[str, Any] = {}
@@ -287,7 +289,7 @@ def test_the_split_that_is_trained_on_is_part_of_the_definition(here: Path) -> N
     body = json.loads(index.read_text()) | {"split": "mine"}
     index.write_text(json.dumps(body | {"fingerprint": fingerprint_of(body)}))
     build(StudyCall(study, Path("out"), [run], 1, [], StopSignal([])), run, print)
-    found = definition_of(study, run, [], ranks=1)
+    found = definition_of(study, run, [])
     assert [key for key in found if key.startswith("data/")] == ["data/mine", "data/test", "data/validation"]
 
 
@@ -297,9 +299,9 @@ def test_the_sources_of_a_mixture_are_part_of_the_definition_and_all_in_a_check(
     study, run = load_study("two"), CellRun("none", "", 0, Path("out"))
     folders = [make_data(tmp_path / name, [20 + number for number in range(9)]) for name in ("books", "chat")]
     mixture = [f"data.mixture=[{', '.join(f'{{path: {folder}}}' for folder in folders)}]"]
-    first = definition_of(study, run, mixture, ranks=1)
+    first = definition_of(study, run, mixture)
     make_data(folders[1], [30 + number for number in range(9)])
-    second = definition_of(study, run, mixture, ranks=1)
+    second = definition_of(study, run, mixture)
     assert [key for key in first if first[key] != second[key]] == ["data/mixture/1"]
     with refused(UnusableError, "data/mixture/1"):
         compare(first, second, "a cell", "")
@@ -446,6 +448,25 @@ def test_the_table_has_the_days_and_commits_of_its_runs(here: Path) -> None:
     assert reproduce() == EXIT_DONE
     text = (here / "out" / "table.md").read_text(encoding="utf-8")
     assert f"- date: 1999-12-31, {made['date']}\n- commit: {made['commit']}, zzz\n" in text
+
+
+def test_a_cell_says_how_its_training_went(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said 1 rank of a job of Slurm with 8, the tokens/s of the few that are scored, and its last column's day."""
+    run = CellRun("none", "", 0, Path("out"))
+    train_folder(run, fingerprint="0" * 64, ranks=8)
+    metrics = {"tokens_per_second": 5.0, "tokens_read_per_second": 90.0}
+    entry = Entry("point", 0, {"step": STEPS, "metrics": metrics})
+    write_log(run.directory / METRICS_FILE, Header(new_uid(), "none", None), [entry])
+    finish_cell(run, date="1999-12-31")
+    assert speed_of(run) == 90.0
+    study = load_study("two")
+    monkeypatch.setattr("dist_mem.studies.study_call._train_and_measure", lambda *_: None)
+    run_one(StudyCall(study, Path("out"), [run], 1, [], StopSignal([]), made={"date": "2000-01-01"}), run, print, {})
+    assert read_cell(run.cell)["made"] == {"date": "1999-12-31", "tokens_read_per_second": 90.0, "ranks": 8}
+    found, *_ = csv.DictReader(to_csv(study, [run], []).splitlines())
+    assert found["training"].startswith("torchrun --nproc_per_node 8 -m dist_mem train job.yaml")
+    write_cell(run, made={"tokens_per_second": 70.0})
+    assert speed_of(run) == 70.0, "of a cell of an older version"
 
 
 def test_what_is_measured_is_reported_where_data_of_another_row_are_missing(
