@@ -40,6 +40,11 @@ def _is_reported_elsewhere(options: argparse.Namespace) -> bool:
     return not is_first_on_node()
 
 
+def _may_be_lone(error: RunError, options: argparse.Namespace) -> bool:
+    """Return whether a rank may be the only one with an error; the ranks of a training agree on all of theirs."""
+    return not error.is_agreed and options.command != "train"
+
+
 def _report(error: object) -> None:
     print(colour_first_word(str(error), sys.stderr), file=sys.stderr)
 
@@ -80,9 +85,10 @@ def _run(arguments: Sequence[str]) -> int:
         use_node_caches()
         return options.function(options)
     except RunError as error:
-        if _is_reported_elsewhere(options):
+        is_reported = _is_reported_elsewhere(options)
+        if is_reported:
             time.sleep(2.0)  # torchrun ends all ranks as soon as one has ended: the one that prints may be slower
-        else:
+        if not is_reported or _may_be_lone(error, options):  # then no other rank has ended meanwhile
             _report(error if isinstance(error, StoppedError) else f"error: {error}")
         return error.exit_code
     except OSError as error:

@@ -38,6 +38,7 @@ class RunError(Exception):
     """An error that is reported in one line. In a job it is raised on every rank, with the same exit code."""
 
     exit_code: ClassVar[int] = EXIT_FAILED
+    is_agreed = False  # set where the ranks have agreed on it: each raises it, so that one of them prints it for all
 
 
 class UnusableError(RunError, ValueError):

@@ -21,6 +21,7 @@ from dist_mem.runtime.distributed import World
 class DocumentSizes(NamedTuple):
     """Sizes of the documents of one rank, measured before scoring."""
 
+    tokens: Tensor  # (documents,) float64, to be scored; 0 for documents of other ranks
     words: Tensor  # (documents,) float64, of the scored tokens; nan if not known, 0 for documents of other ranks
     bytes: Tensor  # (documents,) float64, of the scored tokens; 0 for documents of other ranks
     depths: Tensor  # (documents,) float64, of what its answer recalls; nan if not known, 0 for other ranks' documents
@@ -33,15 +34,17 @@ def measure_documents(
     """Check the documents that this rank reads and measure its own; all ranks raise if any finds a damaged one."""
 
     def measure() -> DocumentSizes:
-        words, num_bytes, depths, max_distance = *torch.zeros(3, len(extent.lengths), dtype=torch.float64), 0
+        tokens, words, num_bytes, depths = torch.zeros(4, len(extent.lengths), dtype=torch.float64)
+        max_distance = 0
         for document in documents:
             check_document(index, document)
             if document in own:
-                words[document], num_bytes[document] = text_size(index, document, extent, tokenizer)
+                size = text_size(index, document, extent, tokenizer)
+                tokens[document], words[document], num_bytes[document] = size
                 depths[document] = answer_depth(index, document, int(extent.lengths[document]))
             recall = read_recall(index, document, 0, int(extent.lengths[document]))
             max_distance = max(max_distance, 0 if recall is None else int(recall.max(initial=0)))
-        return DocumentSizes(words, num_bytes, depths, max_distance)
+        return DocumentSizes(tokens, words, num_bytes, depths, max_distance)
 
     share = world.agree(measure, f"opening {index.split_dir}")
     return share._replace(max_distance=max(world.gather(share.max_distance)))
@@ -54,8 +57,16 @@ def is_whole(index: Index, document: int, extent: Extent) -> bool:
     return entry.mask_offset is None and not is_cut and not len(extent.left_out(document))
 
 
-def text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer) -> tuple[float, int]:
-    """Return words and bytes of the scored tokens, from the index for whole documents, else from the decoded text.
+class TextSize(NamedTuple):
+    """Size of the scored tokens of a document."""
+
+    tokens: int
+    words: float  # nan if not known
+    bytes: int
+
+
+def text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer) -> TextSize:
+    """Return the size of the scored tokens, from the index for whole documents, else from the decoded text.
 
     In a vocabulary of words every token is one, also `<eos>` at a line end, as the published counts of WikiText have
     it. With other vocabularies only white space ends a word, and words are nan if blocks leave out tokens, since such a
@@ -63,21 +74,22 @@ def text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer)
     """
     entry, length = index.documents[document], int(extent.lengths[document])
     if is_whole(index, document, extent):
-        return length if are_words(tokenizer) else entry.words, entry.bytes
+        return TextSize(length, length if are_words(tokenizer) else entry.words, entry.bytes)
     tokens = read_tokens(index, document, 0, length)
     mask = read_mask(index, document, 0, length)
     scored = np.ones(length, dtype=bool) if mask is None else np.array(mask, dtype=bool)
     left_out = extent.left_out(document)
     loses = bool(scored[left_out].any())
     scored[left_out] = False
+    num_tokens = int(np.count_nonzero(scored))
     num_bytes = int(tokenizer.piece_bytes[tokens[scored].astype(np.int64)].sum())
     if loses and not are_words(tokenizer):
-        return math.nan, num_bytes
+        return TextSize(num_tokens, math.nan, num_bytes)
     edges = np.flatnonzero(np.diff(scored)) + 1  # borders between scored and unscored tokens
     runs = [
         run for run, is_scored in zip(np.split(tokens, edges), np.split(scored, edges), strict=True) if is_scored[0]
     ]
-    return sum(count_words(run, tokenizer) for run in runs), num_bytes
+    return TextSize(num_tokens, sum(count_words(run, tokenizer) for run in runs), num_bytes)
 
 
 def count_words(tokens: np.ndarray, tokenizer: Tokenizer) -> int:

@@ -18,8 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from dist_mem.block import ModelSpec
-from dist_mem.config import Config, TrackingConfig, deepspeed_block
+from dist_mem.config import Config, DataConfig, TrackingConfig, deepspeed_block
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
+from dist_mem.data.shard import Index
+from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import NotCountedError
 from dist_mem.estimate.memory import evaluated_lanes, fits_without_counting, refuse_what_cannot_fit, scoring_parts
@@ -72,8 +74,7 @@ def evaluate_checkpoint(
         UnusableError: on every rank; another model has read `memory`.
     """
     refresh_on_all_ranks(config.data, [split])
-    tokenizer = tokenizer_of_data(checkpoint, config.data)
-    index = open_index(config.data, split)
+    tokenizer, index = world.agree(lambda: _open_split(checkpoint, config.data, split), f"opening split {split}")
 
     def see_that_it_fits(spec: ModelSpec) -> None:
         num_lanes, on_gpu = evaluated_lanes(config.eval, index), world.device.type == "cuda"
@@ -97,6 +98,10 @@ def evaluate_checkpoint(
         without_memory=without_memory,
         by_position=by_position,
     )
+
+
+def _open_split(checkpoint: Checkpoint, data: DataConfig, split: str) -> tuple[Tokenizer, Index]:
+    return tokenizer_of_data(checkpoint, data), open_index(data, split)
 
 
 def run(
@@ -130,15 +135,18 @@ def run(
 
     def work(world: World, check: StopCheck) -> None:
         found = find_checkpoint_together(path, checkpoint, world)
-        data = read_settings(found.directory, overrides, reads_data=True).data
+        data = settings_of(world, found, overrides).data
         if sources and not data.mixture:
             raise UnusableError(f"--sources: {found.directory} was trained without data.mixture; leave it out")
         others = [f"data.path={one.path}" for one in data.mixture if sources and one.path != data.path]
         for more in [[], *([other] for other in others)]:
             evaluate_one(world, check, found, [*overrides, *more])
 
+    def settings_of(world: World, found: Checkpoint, overrides: Sequence[str]) -> Config:
+        return world.agree(lambda: read_settings(found.directory, overrides, reads_data=True), "reading config.yaml")
+
     def evaluate_one(world: World, check: StopCheck, found: Checkpoint, overrides: Sequence[str]) -> None:
-        config = read_settings(found.directory, overrides, reads_data=True)
+        config = settings_of(world, found, overrides)
         use_threads(config.train)
         before = read_memory_file_of(memory, config.eval, world)
         tag = join_parts(tag_of(config, without_memory=without_memory), before.tag if before else "")

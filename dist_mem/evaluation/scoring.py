@@ -39,7 +39,7 @@ from dist_mem.errors import RunError
 from dist_mem.evaluation.document_sizes import DocumentSizes, is_whole, measure_documents
 from dist_mem.evaluation.protocol import protocol_of, short_term_len
 from dist_mem.evaluation.scores import DocumentScore, PositionScore, RecallScore, Report, total_words
-from dist_mem.evaluation.split_layout import NO_INPUTS, Extent, Step, part_of_documents, part_of_stream
+from dist_mem.evaluation.split_layout import NO_INPUTS, Step, part_of_documents, part_of_stream
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState, empty_memories, reset_lanes
 from dist_mem.runtime.distributed import World
@@ -75,6 +75,7 @@ class ScoreSums(NamedTuple):
     recall_nll: Tensor  # (max distance + 1,) nats by distance; row 0 is for tokens that recall nothing
     recall_count: Tensor  # (max distance + 1,)
     recall_hits: Tensor  # (max distance + 1,) as `hits`, by distance
+    expected: Tensor  # (documents,) tokens to be scored
     words: Tensor  # (documents,) nan where unknown
     bytes: Tensor  # (documents,)
     depths: Tensor  # (documents,) nan where unknown
@@ -136,7 +137,7 @@ def score_split(
             before=max(len(inputs) - 1, 0),  # the first input takes the place of BOS
         )
     sums = _over_ranks(sums, world)
-    check_complete(index, part.extent, sums)
+    check_complete(index, sums)
     documents = _document_scores(index, sums)
     all_whole = all(is_whole(index, document, part.extent) for document in range(len(lengths)))
     return Report(
@@ -284,7 +285,7 @@ def _empty_sums(share: DocumentSizes, device: torch.device, by_position: bool) -
     by_distance = torch.zeros(3, share.max_distance + 1, dtype=torch.float64, device=device)
     num_places = len(share.words) * NUM_BINS if by_position else 0
     by_place = torch.zeros(2, num_places, dtype=torch.float64, device=device)
-    return ScoreSums(*[*by_document, *by_distance, share.words, share.bytes, share.depths, *by_place])
+    return ScoreSums(*[*by_document, *by_distance, *share[:4], *by_place])
 
 
 def _over_ranks(sums: ScoreSums, world: World) -> ScoreSums:
@@ -293,17 +294,13 @@ def _over_ranks(sums: ScoreSums, world: World) -> ScoreSums:
     return ScoreSums(*joined.split([len(part) for part in sums]))
 
 
-def check_complete(index: Index, extent: Extent, sums: ScoreSums) -> None:
+def check_complete(index: Index, sums: ScoreSums) -> None:
     """Raise EvaluationError unless the scores match the index; the plan itself may be wrong."""
+    scored, expected = sums.num_scored.long().tolist(), sums.expected.long().tolist()
     for document, entry in enumerate(index.documents):
         where = f"{index.split_dir}: document {entry.id}"
-        length, left_out = int(extent.lengths[document]), extent.left_out(document)
-        mask = read_mask(index, document, 0, length)
-        expected = length - len(left_out)
-        if mask is not None:
-            expected = int(np.count_nonzero(mask) - np.count_nonzero(mask[left_out]))
-        if int(sums.num_scored[document]) != expected:
-            raise EvaluationError(f"{where}: {int(sums.num_scored[document])} tokens scored, {expected} expected")
+        if scored[document] != expected[document]:
+            raise EvaluationError(f"{where}: {scored[document]} tokens scored, {expected[document]} expected")
         if not torch.isfinite(sums.nll[document]):
             raise EvaluationError(f"{where}: its loss is {float(sums.nll[document])}")
     if not sums.num_scored.any():

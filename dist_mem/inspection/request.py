@@ -147,7 +147,7 @@ def open_book(
         raise UnusableError(f"--book {book}: this document of {index.split_dir} has no tokens; give another one")
     title = f"{index.documents[number].title}{f' ({source})' if source else ''}"
     document = Documents(index, lengths, bos_id=tokenizer.bos_id).open(number)
-    return document, title, int(text_size(index, number, Extent(lengths), tokenizer)[0])
+    return document, title, int(text_size(index, number, Extent(lengths), tokenizer).words)
 
 
 def _in_sources(data: DataConfig, split: str, book: str) -> dict[str, Index]:

@@ -91,7 +91,10 @@ def recompute_step(
         point = None
     last = point.last if point else step
     part = part._replace(stage_ends=part_of(parts, last).stage_ends)  # of all stages that end on the way
-    config = read_part_with_memory(run_dir, part, overrides, checkpoint=choice.directory if choice else None)
+    directory = choice.directory if choice else None
+    config = world.agree(
+        lambda: read_part_with_memory(run_dir, part, overrides, checkpoint=directory), "reading the settings of the run"
+    )
     has_sinks = bool(config.tracking.sinks)
     config = change_config(config, {"tracking.sinks": []})  # of these nothing is run here
     use_threads(config.train)

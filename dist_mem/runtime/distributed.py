@@ -198,6 +198,7 @@ def decide_on_rank0(decide: Callable[[], ResultT]) -> ResultT:
             result = run_error(error)
     result = from_rank0(result)
     if isinstance(result, RunError):
+        result.is_agreed = True
         raise result
     return result
 
@@ -279,6 +280,7 @@ def agree_all_well(error: BaseException | None, what: str, *, gather: Gather = g
         raise error
     agreed = agree_on_error(failures, what, own=own)
     if agreed is not None:
+        agreed.is_agreed = True
         raise agreed from error
 
 

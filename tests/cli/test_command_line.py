@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.data import batch_plan
 from dist_mem.data.plan import make_plan
 from dist_mem.datasets.recipes import builder_names
+from dist_mem.errors import EXIT_USAGE, UnusableError
 from dist_mem.memory import memory_kinds, memory_options
 from dist_mem.runtime.signals import StopSignal
 from tests.support.limits import limit
@@ -49,6 +51,24 @@ def test_only_rank_0_tells_of_a_typo_and_each_node_of_its_own_missing_file(
     assert main(["train", wrong]) == 2
     error = capsys.readouterr().err
     assert wrong.partition("=")[0] in error if is_told else not error
+
+
+@pytest.mark.parametrize("is_agreed", [False, True])
+def test_an_error_of_one_rank_alone_is_printed_by_it(
+    is_agreed: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody printed it: rank 1 of a node counted on rank 0, which had none."""
+    error = UnusableError("a file that one rank cannot read")
+    error.is_agreed = is_agreed
+
+    def run(*_: Any, **__: Any) -> int:
+        raise error
+
+    monkeypatch.setattr("dist_mem.evaluation.evaluate.run", run)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["evaluate", "runs/a"]) == EXIT_USAGE
+    assert capsys.readouterr().err == ("" if is_agreed else "error: a file that one rank cannot read\n")
 
 
 def test_train_hands_on_the_configuration_an_early_signal_and_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
