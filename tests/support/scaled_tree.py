@@ -59,7 +59,7 @@ STAND_INS = {
     "--download --workers 8": "--vocab-size 2000",  # the network
     "--workers 8": "--workers 2",
     "--lengths 500 1000 2000": "--lengths 500 1000 2000 --train 64 --validation 8 --test 8",
-    "--train 20000 --validation 200 --test 500": "--train 32 --validation 8 --test 8",
+    "--train 40000 --validation 200 --test 500": "--train 32 --validation 8 --test 8",
     "--train 16 --validation 8 --test 300": "--train 16 --validation 8 --test 8",
     "--train 8000 --validation 400 --test 400": "--train 128 --validation 8 --test 8",
     "reproduce lamemo.table3 ": "reproduce lamemo.table3 --rows lamemo train.steps=100 schedule.warmup_steps=1 ",
