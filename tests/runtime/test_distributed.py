@@ -215,10 +215,11 @@ def test_every_error_has_the_code_of_its_kind() -> None:
 
 
 def outcome(work: Callable[[], object]) -> tuple[str, int | None, str]:
-    """Type, exit code and text of the error that a rank raises."""
+    """Type, exit code and text of the error that all ranks raise."""
     try:
         work()
     except RunError as error:
+        assert error.is_agreed, "else every rank prints it"
         return type(error).__name__, error.exit_code, str(error)
     return "", None, ""
 
