@@ -105,23 +105,26 @@ def check_split(data: DataConfig, split: str) -> None:
         raise ShardError(f"{directory} has no split {split!r}: it has {', '.join(splits)}{hint}")
 
 
-def refresh(data: DataConfig, splits: Iterable[str], *, start: str | None = None) -> None:
+def refresh(
+    data: DataConfig, splits: Iterable[str], *, start: str | None = None, cancelled: threading.Event | None = None
+) -> None:
     """Fetch tokenizer and indexes of a remote `data.path` again; of all calls with the same `start`, one fetches.
 
     If the server cannot be reached and the cache has all files from before, use these with a warning.
 
     Raises:
         RemoteError: they cannot be fetched; other calls of this start raise it too, without a request to the server.
+            Or `cancelled` was set.
     """
     if not is_remote(data.path):
         return
-    start = start or uuid.uuid4().hex
-    with hold_lock(local_dir(data) / START_NAME) as record:
+    start, cancelled = start or uuid.uuid4().hex, cancelled or threading.Event()
+    with hold_lock(local_dir(data) / START_NAME, cancelled) as record:
         record.seek(0)
         last_start, kind, message = [*record.read().decode().split("\n", 2), "", ""][:3]
         error: RemoteError | None = _RECORDED[kind](message) if last_start == start and kind else None
         if last_start != start:
-            error = _refresh(data, list(splits))
+            error = _refresh(data, list(splits), cancelled)
             kind = "" if error is None else "wrong" if isinstance(error, WrongRemoteError) else "failed"
             with writing(local_dir(data)):
                 record.truncate(0)
@@ -147,15 +150,16 @@ def refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
 
 
 def _refresh_on_all_ranks(data: DataConfig, splits: Sequence[str]) -> None:
-    from dist_mem.runtime.distributed import from_rank0, gather_objects, on_all_ranks
+    from dist_mem.runtime.distributed import from_rank0, gather_objects  # they import torch
+    from dist_mem.runtime.rounds import work_in_rounds
 
-    start = from_rank0(uuid.uuid4().hex)
+    start, cancelled = from_rank0(uuid.uuid4().hex), threading.Event()
 
     def fetch() -> list[str]:
-        refresh(data, splits, start=start)
+        refresh(data, splits, start=start, cancelled=cancelled)
         return [sha256_of(local_dir(data) / name) for name in _names(splits)]
 
-    held = on_all_ranks(fetch, f"fetching {show(data.path)}")
+    held = work_in_rounds(fetch, f"fetching {show(data.path)}", cancel=cancelled.set)
     if any(other != held for other in gather_objects(held)):
         raise FailedRemoteError(
             f"{show(data.path)}: the nodes of this job hold different versions of {', '.join(_names(splits))}; start "
@@ -174,13 +178,13 @@ def _names(splits: Iterable[str]) -> list[str]:
     return [JSON_NAME, *(f"{split}/{name}" for split in splits for name in (INDEX_NAME, DOCUMENTS_NAME))]
 
 
-def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
+def _refresh(data: DataConfig, splits: Sequence[str], cancelled: threading.Event) -> RemoteError | None:
     """Fetch the files, all or none; return the error, if any."""
     directory = local_dir(data)
     new = directory / NEW_NAME
     shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
     try:
-        _download_metadata(data, new, splits)
+        _download_metadata(data, new, splits, cancelled)
         with writing(directory):
             _replace_metadata(directory, new, splits)
     except UnreachableError as error:
@@ -207,9 +211,15 @@ def _replace_metadata(directory: Path, new: Path, splits: Sequence[str]) -> None
         fsync_path(place.parent)
 
 
-def _download_metadata(data: DataConfig, directory: Path, splits: Sequence[str]) -> None:
+def _download_metadata(data: DataConfig, directory: Path, splits: Sequence[str], cancelled: threading.Event) -> None:
     """Fetch what has changed into `directory`, a new folder in that of the data."""
-    download(address(data.path, JSON_NAME), directory / JSON_NAME, limit=METADATA_BYTES, verify=read_metadata)
+    download(
+        address(data.path, JSON_NAME),
+        directory / JSON_NAME,
+        limit=METADATA_BYTES,
+        verify=read_metadata,
+        cancelled=cancelled,
+    )
     metadata = read_tokenizer_metadata(directory)
     name = KINDS[metadata["kind"]].file_name
     if name is not None:
@@ -221,16 +231,18 @@ def _download_metadata(data: DataConfig, directory: Path, splits: Sequence[str])
             read_described(path, metadata)
 
         if not _is_good(directory.parent / name, is_same):
-            download(address(data.path, name), directory / name, limit=METADATA_BYTES, verify=verify)
+            download(
+                address(data.path, name), directory / name, limit=METADATA_BYTES, verify=verify, cancelled=cancelled
+            )
     for split in splits:
-        _download_index(data, directory, split)
+        _download_index(data, directory, split, cancelled)
     check_one_build(directory, splits)
 
 
-def _download_index(data: DataConfig, directory: Path, split: str) -> None:
+def _download_index(data: DataConfig, directory: Path, split: str, cancelled: threading.Event) -> None:
     """Fetch index.json, build.json, and documents.safetensors unless the cache has the one of that index."""
     source, path = address(data.path, f"{split}/{INDEX_NAME}"), directory / split / INDEX_NAME
-    download(source, path, limit=METADATA_BYTES, verify=read_index_json)
+    download(source, path, limit=METADATA_BYTES, verify=read_index_json, cancelled=cancelled)
     head = read_index_json(path)
 
     def verify(path: Path) -> None:
@@ -238,10 +250,10 @@ def _download_index(data: DataConfig, directory: Path, split: str) -> None:
 
     source, path = address(data.path, f"{split}/{DOCUMENTS_NAME}"), directory / split / DOCUMENTS_NAME
     if not _is_good(directory.parent / split / DOCUMENTS_NAME, verify):
-        download(source, path, limit=head["documents"]["bytes"], verify=verify)
+        download(source, path, limit=head["documents"]["bytes"], verify=verify, cancelled=cancelled)
     source, path = address(data.path, f"{split}/{BUILD_NAME}"), directory / split / BUILD_NAME
     with suppress(RefusedError):  # built before there was such a file
-        download(source, path, limit=METADATA_BYTES, verify=read_metadata)
+        download(source, path, limit=METADATA_BYTES, verify=read_metadata, cancelled=cancelled)
 
 
 def _is_good(path: Path, verify: Verify) -> bool:

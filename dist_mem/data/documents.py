@@ -10,7 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dist_mem.data.shard import Index, ShardError, check_document, expect_document, read_mask, read_recall, read_tokens
+from dist_mem.data.shard import (
+    Index,
+    ShardError,
+    cancel_fetches,
+    check_document,
+    expect_document,
+    read_mask,
+    read_recall,
+    read_tokens,
+)
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +109,7 @@ class Documents:
 
     def close(self) -> None:
         """Cancel all fetches of shards, also in other threads."""
-        for index in self.splits:
-            index.source.close()
+        cancel_fetches(self.splits)
 
     def expect(self, number: int) -> None:
         """Announce that the document will be opened soon: its shard may have to be fetched."""

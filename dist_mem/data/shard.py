@@ -173,6 +173,12 @@ def fetch_shards(index: Index) -> None:
         index.source.fetch(shard)
 
 
+def cancel_fetches(indexes: Iterable[Index]) -> None:
+    """Cancel all fetches of splits, also in other threads: they raise OSError."""
+    for index in indexes:
+        index.source.close()
+
+
 def expect_document(index: Index, document: int) -> None:
     """Announce that a document will be read soon: its tar may have to be fetched."""
     index.source.expect(index.documents.shard_of(document))

@@ -36,7 +36,7 @@ from dist_mem.data.lanes import check_tokenizer
 from dist_mem.data.mixture import MixturePlan, describe_sources, source_names
 from dist_mem.data.plan import lanes_of_rank
 from dist_mem.data.remote.fetch import is_remote, show
-from dist_mem.data.shard import Index, fetch_shards
+from dist_mem.data.shard import Index, cancel_fetches, fetch_shards
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import TOKENIZER_DIR, tokenizer_files
 from dist_mem.engine.engine import Engine
@@ -57,6 +57,7 @@ from dist_mem.nn.layers import DTYPES, describe_attention
 from dist_mem.runtime.distributed import World, announce, gather_objects, on_all_ranks
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.machine_memory import return_free_memory
+from dist_mem.runtime.rounds import work_in_rounds
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.versions import machine_of
 from dist_mem.supervision.stragglers import ForwardTimer, Stragglers
@@ -354,7 +355,13 @@ def _open_data(data: DataConfig, eval_config: EvalConfig) -> Data:
             if one.path != data.path or data.mixture:
                 refresh_on_all_ranks(one, [one.train_split, *(evaluated if data.until_accuracy else [])])
         what = f"opening {show(data.path)}"
-        tokenizer, indexes = on_all_ranks(lambda: open_evaluated(data, eval_config, evaluated), what)
+        tokenizer = on_all_ranks(lambda: open_tokenizer(data), what)
+        indexes = on_all_ranks(lambda: [open_index(data, split) for split in evaluated], what)
+
+        def check() -> None:
+            check_evaluated(indexes, tokenizer, eval_config)
+
+        work_in_rounds(check, what, cancel=lambda: cancel_fetches(indexes))  # it fetches what a server has
         splits = on_all_ranks(lambda: _open_training(data, eval_config, tokenizer), "opening the training data")
     return Data(tokenizer, splits, indexes)
 
@@ -367,16 +374,13 @@ def _open_training(data: DataConfig, eval_config: EvalConfig, tokenizer: Tokeniz
     return splits
 
 
-def open_evaluated(data: DataConfig, eval_config: EvalConfig, splits: Sequence[str]) -> tuple[Tokenizer, list[Index]]:
-    """Open the tokenizer and the splits to evaluate; check now what an evaluation will need of them hours later."""
-    tokenizer = open_tokenizer(data)
-    indexes = [open_index(data, split) for split in splits]
+def check_evaluated(indexes: Sequence[Index], tokenizer: Tokenizer, eval_config: EvalConfig) -> None:
+    """Check now what an evaluation of these splits will need hours later, and fetch their tars."""
     for index in indexes:
         check_tokenizer(index, tokenizer)
         lengths = lengths_to_score(index, tokenizer, eval_config)
         fetch_shards(index)
         refuse_without_targets(index, lengths)
-    return tokenizer, indexes
 
 
 def _refuse_what_cannot_fit(job: TrainingJob, eval_config: EvalConfig, world: World, data: Data) -> None:

@@ -12,13 +12,15 @@ from pathlib import Path
 import fsspec.asyn
 import pytest
 
-from dist_mem.config import DataConfig
+from dist_mem.config import DataConfig, EvalConfig
 from dist_mem.data.directory import local_dir, refresh, refresh_on_all_ranks
 from dist_mem.data.remote import fetch as remote
 from dist_mem.data.remote.fetch import FailedRemoteError, RefusedError, RemoteError, UnreachableError, WrongRemoteError
 from dist_mem.data.shard import Index, ShardError, check_document, fetch_shards, read_tokens
-from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError
+from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, StoppedEarlyError, UnusableError
+from dist_mem.runtime import rounds
 from dist_mem.runtime.distributed import World
+from dist_mem.training import opening
 from tests.support.file_server import SHARD, FileServer, be_impatient, opened, start_fetch
 from tests.support.lane_corpus import LENGTHS
 from tests.support.limits import limit
@@ -209,6 +211,29 @@ def test_a_failed_start_asks_once_and_tells_every_rank(server: FileServer, data:
     (first, again), other = rank_pool(2).run(start_twice, data)
     assert first == again and other == [first, again] and f"{server.url}/train/index.json" in first
     assert server.asked["train/index.json"] == 2
+
+
+def open_until_signal(world: World, data: DataConfig) -> str:
+    """What a rank raises whose server does not answer, when a signal reaches rank 1."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "STALL_SECONDS", limit(60))
+        patch.setattr(rounds, "ROUND_SECONDS", 0.1)
+        patch.setattr(rounds, "received_signal", lambda: "SIGTERM" if world.rank else None)
+        with pytest.raises(StoppedEarlyError) as caught:
+            opening._open_data(data, EvalConfig(every=1, split="train"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["train/index.json", SHARD])
+def test_a_signal_to_one_rank_ends_the_fetch_of_all(
+    server: FileServer, data: DataConfig, rank_pool: Pools, name: str
+) -> None:
+    server.faults[name] = ["silent"]
+    began = time.monotonic()
+    text, other = rank_pool(2).run(open_until_signal, data)
+    assert text == other and "stopped by SIGTERM" in text
+    assert time.monotonic() - began < limit(30)
+    assert not leftovers(data)
 
 
 def test_a_full_cache_does_without_the_server(

@@ -22,6 +22,7 @@ from dist_mem.data.remote.fetch import FailedRemoteError, RemoteError
 from dist_mem.data.shard import fetch_shards, read_tokens
 from dist_mem.data.verify import verify_dataset
 from dist_mem.errors import RunError
+from dist_mem.runtime import rounds
 from dist_mem.runtime.distributed import World
 from tests.support.faults import flip, small_disk
 from tests.support.file_server import FileServer, start_fetch
@@ -226,7 +227,7 @@ def test_a_source_that_cannot_be_written_will_do(books: Path, tmp_path: Path) ->
 
 def stage_rank(world: World, data: DataConfig, others: dict[int, DataConfig], patience: float = 20.0) -> str:
     """What a rank says when it copies; `others` are the ranks with data of their own."""
-    stage.ROUND_SECONDS = patience
+    rounds.ROUND_SECONDS = patience
     try:
         refresh_on_all_ranks(others.get(world.rank, data), ["train", "validation"])
     except RunError as error:
@@ -257,9 +258,9 @@ def stopped_rank(world: World, data: DataConfig) -> tuple[str, str]:
         yield from ()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "ROUND_SECONDS", 0.1)
+        patch.setattr(rounds, "ROUND_SECONDS", 0.1)
         patch.setattr(stage, "_read_pieces", wait)
-        patch.setattr(stage, "received_signal", lambda: "SIGTERM" if world.rank else None)
+        patch.setattr(rounds, "received_signal", lambda: "SIGTERM" if world.rank else None)
         try:
             refresh_on_all_ranks(data, ["train"])
         except RunError as error:

@@ -18,7 +18,6 @@ from dist_mem.block import model_spec
 from dist_mem.config import change_config
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
-from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.words import EOS, WordTokenizer
 from dist_mem.engine.engine import Engine
 from dist_mem.errors import UnusableError
@@ -29,7 +28,7 @@ from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState, MemoryLM
 from dist_mem.nn.vocabulary import Softmax, adaptive_bins, plain_bin
 from dist_mem.runtime.distributed import World
-from dist_mem.training.opening import open_evaluated
+from dist_mem.training.opening import check_evaluated
 from tests.support.faults import flip
 from tests.support.messages import refused
 from tests.support.plain_scores import DOCUMENTS, read_plainly
@@ -405,19 +404,18 @@ def test_too_many_lanes_are_refused_before_the_training_too(index: Index, librar
     evaluation = {"every": 1, "split": "test", "layout": "stream", "batch_size": 1000}
     config = make_config(data={"path": str(library), "train_split": "test"}, eval=evaluation)
     with refused(ValueError, "eval.batch_size"):
-        open_evaluated(config.data, config.eval, ["test"])
+        check_evaluated([index], TOKENIZER, config.eval)
 
 
 def test_a_split_of_which_nothing_would_be_scored_is_refused_before_the_training(tmp_path: Path) -> None:
     """As of a recall task whose answers come later than what is read."""
     answers = [replace(document, mask=np.arange(len(document.tokens)) >= 8) for document in DOCUMENTS]
-    save_tokenizer(TOKENIZER, tmp_path)
-    write(tmp_path / "test", *answers)
+    index = write(tmp_path / "test", *answers)
     config = make_config(data={"path": str(tmp_path)}, eval={"split": "test", "max_document_len": 8})
     with refused(ValueError, "eval.max_document_len", tmp_path / "test"):
-        open_evaluated(config.data, config.eval, ["test"])
+        check_evaluated([index], TOKENIZER, config.eval)
     config = change_config(config, {"eval.max_document_len": 9})
-    open_evaluated(config.data, config.eval, ["test"])
+    check_evaluated([index], TOKENIZER, config.eval)
 
 
 @pytest.mark.parametrize("num_lanes", [2, 5])  # of five, three ranks of four have two or one; the last has none

@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +32,18 @@ from dist_mem.errors import (
     UnusableError,
     run_error,
 )
-from dist_mem.runtime import ranks
-from dist_mem.runtime.distributed import RankFailure, World, agree_all_well, decide_on_rank0, on_all_ranks
+from dist_mem.runtime import ranks, rounds
+from dist_mem.runtime.distributed import (
+    RankFailure,
+    World,
+    agree_all_well,
+    decide_on_rank0,
+    gather_objects,
+    on_all_ranks,
+)
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
+from tests.support.limits import limit
 from tests.support.messages import refused
 from tests.support.ranks import Pools
 from tests.support.scored_library import ALONE
@@ -281,3 +291,37 @@ def test_a_process_that_is_alone_needs_no_group() -> None:
     assert ALONE.gather(3) == [3] and torch.equal(ALONE.sum(numbers), numbers) and ALONE.agree(lambda: 4, "") == 4
     with pytest.raises(UnfitError, match="reading failed: OSError"):
         ALONE.agree(lambda: fail(lambda: OSError(errno.EIO, "disk")), "reading")
+
+
+def meet_while_rank_1_works(world: World, *, fails: bool) -> tuple[str, bool]:
+    """Result or error of a rank, and whether it was cancelled; rank 1 works until the ranks have met three times."""
+    meetings, cancelled = threading.Semaphore(0), threading.Event()
+
+    def gather(value: object) -> list[Any]:
+        found = gather_objects(value)
+        meetings.release()
+        return found
+
+    def work() -> str:
+        if fails and world.rank == 0:
+            raise ShardError("rank 0 has no tar")
+        if fails:
+            assert cancelled.wait(limit(60)), "rank 1 has not heard of the error"
+        for _ in range(3 if world.rank == 1 and not fails else 0):
+            assert meetings.acquire(timeout=limit(60)), "the ranks do not meet"
+        return f"result {world.rank}"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "ROUND_SECONDS", 0.01)
+        patch.setattr(rounds, "gather_objects", gather)
+        try:
+            return rounds.work_in_rounds(work, "working", cancel=cancelled.set), cancelled.is_set()
+        except RunError as error:
+            return str(error), cancelled.is_set()
+
+
+def test_ranks_meet_while_one_of_them_still_works(rank_pool: Pools) -> None:
+    """Else the wait of the others is limited by the timeout of a collective, and none hears an error of another."""
+    assert rank_pool(2).run(partial(meet_while_rank_1_works, fails=False)) == [("result 0", False), ("result 1", False)]
+    failed = rank_pool(2).run(partial(meet_while_rank_1_works, fails=True))
+    assert [cancelled for _, cancelled in failed] == [True, True] and all("no tar" in text for text, _ in failed)

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +23,8 @@ from dist_mem.config import DataConfig
 from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, ShardEntry
 from dist_mem.data.metadata import ShardError, read_metadata, reading
 from dist_mem.data.remote.fetch import FailedRemoteError, RemoteError, WrongRemoteError, hold_lock, writing
-from dist_mem.data.shard import Index, ShardSource
+from dist_mem.data.shard import Index, ShardSource, cancel_fetches
 from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
-from dist_mem.errors import RunError, StoppedEarlyError
 from dist_mem.runtime.environment import node_name, temporary_dir
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import (
@@ -39,7 +38,6 @@ from dist_mem.runtime.files import (
     write_hashed,
     write_text,
 )
-from dist_mem.runtime.signals import received_signal
 
 log = logging.getLogger(__name__)
 WHOLE_NAME = "whole.json"  # marks a folder whose files were all compared with their checksums
@@ -48,7 +46,6 @@ MEMORY_DIR = Path("/dev/shm")
 BLOCK_BYTES = 2**22  # of one read: network file systems are faster with large reads
 NUM_COPIERS = 4  # tars at a time: one stream seldom saturates a network
 SPARE_BYTES = 2**24  # left free, for small files of all users
-ROUND_SECONDS = 5.0  # between two agreements of the ranks, which hear signals then
 
 
 def stage(index: Index, data: DataConfig) -> Index:
@@ -73,7 +70,7 @@ def stage_on_all_ranks(indexes: Sequence[Index], what: str) -> None:
         RunError: on every rank, as soon as it has failed on any.
         StoppedEarlyError: on every rank, soon after a signal to any.
     """
-    from dist_mem.runtime.distributed import agree_all_well, gather_objects  # they import torch
+    from dist_mem.runtime.rounds import work_in_rounds  # it imports torch
 
     sources = [index.source for index in indexes if isinstance(index.source, StagedShards)]
 
@@ -81,23 +78,7 @@ def stage_on_all_ranks(indexes: Sequence[Index], what: str) -> None:
         for source in sources:
             source.fill()
 
-    with ThreadPoolExecutor(1, thread_name_prefix="stage") as pool:
-        copying = pool.submit(copy)
-        are_done = False
-        while not are_done:  # in rounds: a single collective would time out during a long copy
-            wait([copying], timeout=ROUND_SECONDS)
-            is_done = copying.done()  # read once: it may end during the agreement
-            error = copying.exception() if is_done else None
-            states = gather_objects((is_done, received_signal()))
-            try:
-                if received := next((name for _, name in states if name is not None), None):
-                    raise StoppedEarlyError(received)
-                agree_all_well(error, what)
-            except RunError:
-                for source in sources:
-                    source.close()
-                raise
-            are_done = all(is_done for is_done, _ in states)
+    work_in_rounds(copy, what, cancel=lambda: cancel_fetches(indexes))
 
 
 class StagedShards(ShardSource):
