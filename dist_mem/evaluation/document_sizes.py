@@ -82,7 +82,7 @@ def text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer)
     loses = bool(scored[left_out].any())
     scored[left_out] = False
     num_tokens = int(np.count_nonzero(scored))
-    num_bytes = int(tokenizer.piece_bytes[tokens[scored].astype(np.int64)].sum())
+    num_bytes = _bytes_of(read_tokens(index, document), scored, entry.bytes, tokenizer)
     if loses and not are_words(tokenizer):
         return TextSize(num_tokens, math.nan, num_bytes)
     edges = np.flatnonzero(np.diff(scored)) + 1  # borders between scored and unscored tokens
@@ -90,6 +90,19 @@ def text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer)
         run for run, is_scored in zip(np.split(tokens, edges), np.split(scored, edges), strict=True) if is_scored[0]
     ]
     return TextSize(num_tokens, sum(count_words(run, tokenizer) for run in runs), num_bytes)
+
+
+def _bytes_of(tokens: np.ndarray, scored: np.ndarray, whole: int, tokenizer: Tokenizer) -> int:
+    """Return the bytes of the scored tokens; where pieces lack white space, by their share of those of the document.
+
+    Args:
+        tokens: (N,) of the document.
+        scored: (n,) bool, of its first n tokens.
+        whole: bytes of its text.
+    """
+    sizes = tokenizer.piece_bytes[tokens.astype(np.int64)]
+    of_scored = int(sizes[: len(scored)][scored].sum())
+    return of_scored if tokenizer.keeps_text else round(whole * of_scored / max(int(sizes.sum()), 1))
 
 
 def count_words(tokens: np.ndarray, tokenizer: Tokenizer) -> int:
