@@ -24,7 +24,7 @@ from dist_mem.memory.base import detach_state, named_tensors
 from dist_mem.model import MemoryLM
 from dist_mem.nn.attention import BACK_ENDS, attend, mask_scores, simple_scores
 from dist_mem.nn.attention_inputs import Inputs, Relative, visible_keys
-from dist_mem.runtime.gpu import allow_tf32
+from dist_mem.runtime.gpu import set_arithmetic
 
 MEMORY, ATTENTION = "memory ", "attention "  # names of the cases begin so
 SIZE = {"num_layers": 2, "d_model": 64, "num_heads": 4, "d_head": 16, "d_inner": 128, "seg_len": 32}
@@ -44,7 +44,7 @@ def measure(name: str, device: str) -> dict[str, Any]:
     """Return the status and the errors of a case."""
     compute: Compute
     reference: Compute | None
-    allow_tf32(False)  # as a run does; torch allows it for convolutions
+    set_arithmetic(tf32=False)  # as a run does; torch allows it for convolutions
     torch.set_num_threads(1)  # small tensors: more threads only get in the way of each other
     if name.startswith(MEMORY):
         block = every_memory(SIZE["seg_len"])[name.removeprefix(MEMORY)]

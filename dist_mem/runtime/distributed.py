@@ -29,7 +29,7 @@ from dist_mem.errors import (
 )
 from dist_mem.runtime.compilers import find_own_tools
 from dist_mem.runtime.devices import set_gpu_variables
-from dist_mem.runtime.gpu import allow_tf32, bind_to_gpu
+from dist_mem.runtime.gpu import bind_to_gpu, set_arithmetic
 from dist_mem.runtime.machine_memory import keep_heap
 from dist_mem.runtime.ranks import allotted_threads, export_for_libraries, is_rank0, read_ranks, use_accelerator
 from dist_mem.runtime.terminal import some
@@ -100,7 +100,7 @@ def initialize(
         # If the launcher shows each rank only one GPU, its index is 0 whatever the local rank.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        allow_tf32(tf32)
+        set_arithmetic(tf32=tf32)
         if binds:  # before NCCL starts its threads
             bind_to_gpu(device.index)
     else:

@@ -98,10 +98,14 @@ def present_device(place: Any, name: str) -> torch.device:
     return device
 
 
-def allow_tf32(is_allowed: bool) -> None:
-    """Let products and convolutions of float32 on GPUs use TF32 (10 of 23 bits of the mantissa), or forbid it.
+def set_arithmetic(*, tf32: bool) -> None:
+    """Set how this process computes on GPUs: products of float32, and convolutions in the same order in every run.
 
-    torch itself forbids it for products and allows it for convolutions, which the Compressive Transformer has.
+    Args:
+        tf32: products and convolutions of float32 may use TF32 (10 of 23 bits of the mantissa). torch itself forbids
+            it for products and allows it for convolutions, which the Compressive Transformer and the ∞-former have.
     """
-    torch.backends.cuda.matmul.allow_tf32 = is_allowed
-    torch.backends.cudnn.allow_tf32 = is_allowed
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    # Some of its gradients are sums by atomic adds, and `benchmark` would choose by the time in this process.
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False

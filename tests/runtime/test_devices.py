@@ -94,9 +94,10 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.fixture
 def flags() -> Iterator[None]:
     """torch's flags come back as they were."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
     yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    products.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
 
 
 def test_rank_runs_on_the_cores_next_to_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +181,7 @@ def test_process_group_belongs_to_the_gpu_of_the_rank(
     assert os.sched_getaffinity(0) == set(range(8, 16))
     assert torch.backends.cuda.matmul.allow_tf32 is tf32
     assert torch.backends.cudnn.allow_tf32 is tf32
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark  # a resumed run has equal bits
     allow_cores(monkeypatch, {0, 1, 8})
     distributed.initialize(binds=False)
     assert os.sched_getaffinity(0) == {0, 1, 8}
