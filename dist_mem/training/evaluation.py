@@ -132,11 +132,17 @@ class Evaluation:
         """End the stage here if it is accurate enough, and let the feed begin the next one."""
         context, (number, stage) = self._context, self._stage_of(state)
         wanted = context.config.data.until_accuracy
-        if wanted is None or accuracy < wanted or stage.until == state.step:
+        if wanted is None or stage.until is None:
+            return state
+        found = f"{accuracy:.2%} of the answers are right"
+        if accuracy < wanted:
+            self._say_unlearned(state.step, number, stage.until, f"{found}, not {wanted:.2%}")
+            return state
+        if stage.until == state.step:
             return state
         before = [earlier.until for earlier in with_ends(context.config.data, state.stage_ends).curriculum[:number]]
         state = state._replace(stage_ends=[*before, state.step])
-        message = f"data.curriculum[{number}] ends at step {state.step}: {accuracy:.2%} of the answers are right"
+        message = f"data.curriculum[{number}] ends at step {state.step}: {found}"
         context.reporting.tracker.message(message)
         context.reporting.tag(f"curriculum.stage_{number}", message)
         with context.reporting.failure.keep_error():
@@ -144,6 +150,15 @@ class Evaluation:
         with context.saving.keep_state(state):
             context.feed.restart(state)
         return state
+
+    def _say_unlearned(self, step: int, number: int, until: int, found: str) -> None:
+        """Say, at the last evaluation of a stage, that it ends before it is learned."""
+        reporting = self._context.reporting
+        if step + (self._context.config.eval.every or 0) > until:
+            text = f"data.curriculum[{number}] ends at step {until}, its `until`: {found}"
+            remedy = "later stages may not make up for it; raise its `until`, or try another optimizer.lr"
+            reporting.tracker.message(f"{text}; {remedy}")
+            reporting.tag(f"curriculum.stage_{number}", text)
 
     def _draw_passage(self, step: int, read: PassageRead) -> None:
         """Draw where the layers looked, if `eval.figures`, and add the files to the MLflow run."""

@@ -1,6 +1,7 @@
 """A run over two stages of a curriculum: resumed, moved, rolled back, shown and computed again, all exactly."""
 
 import errno
+import json
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -65,6 +66,15 @@ def test_a_run_resumes_bitwise_before_at_and_after_a_boundary_and_is_computed_ag
     code, _, lines = rank_pool(2).run(found_by, straight, BOUNDARY + 1)[0]
     assert code == 0, lines
     assert any(line.startswith(f"{BOUNDARY} of {BOUNDARY} other recorded points") for line in lines), lines
+
+
+def test_a_stage_that_ends_before_it_is_learned_says_so(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
+    config = config_of(tmp_path, books, ends_by="accuracy", optimizer={"lr": 1e-9})
+    assert rank_pool(1).run(train_here, config, []) == [0]
+    log = [json.loads(line) for line in (tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()]
+    tags = [tag for line in log if line.get("kind") == "tags" for tag in line["body"].items()]
+    (text,) = (text for name, text in tags if name.endswith("curriculum.stage_0"))
+    said(text, "data.curriculum[0] ends at step 5", "not 50.00%")
 
 
 @by_accuracy_or_step
