@@ -227,11 +227,12 @@ def test_a_source_that_cannot_be_written_will_do(books: Path, tmp_path: Path) ->
 
 def stage_rank(world: World, data: DataConfig, others: dict[int, DataConfig], patience: float = 20.0) -> str:
     """What a rank says when it copies; `others` are the ranks with data of their own."""
-    rounds.ROUND_SECONDS = patience
-    try:
-        refresh_on_all_ranks(others.get(world.rank, data), ["train", "validation"])
-    except RunError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "ROUND_SECONDS", patience)
+        try:
+            refresh_on_all_ranks(others.get(world.rank, data), ["train", "validation"])
+        except RunError as error:
+            return str(error)
     return ""
 
 
