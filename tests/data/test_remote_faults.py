@@ -213,12 +213,12 @@ def test_a_failed_start_asks_once_and_tells_every_rank(server: FileServer, data:
     assert server.asked["train/index.json"] == 2
 
 
-def open_until_signal(world: World, data: DataConfig) -> str:
-    """What a rank raises whose server does not answer, when a signal reaches rank 1."""
+def open_until_signal(world: World, data: DataConfig, sent: Path) -> str:
+    """What a rank raises whose server does not answer, when a signal reaches rank 1: as soon as `sent` exists."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "STALL_SECONDS", limit(60))
         patch.setattr(rounds, "ROUND_SECONDS", 0.1)
-        patch.setattr(rounds, "received_signal", lambda: "SIGTERM" if world.rank else None)
+        patch.setattr(rounds, "received_signal", lambda: "SIGTERM" if world.rank and sent.exists() else None)
         with pytest.raises(StoppedEarlyError) as caught:
             opening._open_data(data, EvalConfig(every=1, split="train"))
     return str(caught.value)
@@ -226,11 +226,18 @@ def open_until_signal(world: World, data: DataConfig) -> str:
 
 @pytest.mark.parametrize("name", ["train/index.json", SHARD])
 def test_a_signal_to_one_rank_ends_the_fetch_of_all(
-    server: FileServer, data: DataConfig, rank_pool: Pools, name: str
+    server: FileServer, data: DataConfig, rank_pool: Pools, tmp_path: Path, name: str
 ) -> None:
     server.faults[name] = ["silent"]
+    sent = tmp_path / "sent"
+
+    def send_when_asked() -> None:
+        if server.stalls.wait(limit(60)):
+            sent.touch()
+
+    threading.Thread(target=send_when_asked, daemon=True).start()
     began = time.monotonic()
-    text, other = rank_pool(2).run(open_until_signal, data)
+    text, other = rank_pool(2).run(open_until_signal, data, sent)
     assert text == other and "stopped by SIGTERM" in text
     assert time.monotonic() - began < limit(30)
     assert not leftovers(data)

@@ -129,8 +129,9 @@ class FileHandler(QuietHandler):
 @contextmanager
 def served_split(root: Path) -> Iterator[FileServer]:
     """Serve the corpus of lane_corpus.py in small tars, with a tokenizer."""
-    save_tokenizer(BytesTokenizer(), root)
-    make_split(root / "train", with_extras=True, max_shard_bytes=60)
+    tokenizer = BytesTokenizer()
+    save_tokenizer(tokenizer, root)
+    make_split(root / "train", with_extras=True, max_shard_bytes=60, tokenizer_fingerprint=tokenizer.fingerprint)
     server = FileServer(root)
     yield server
     server.close()

@@ -29,6 +29,7 @@ def make_split(
     *,
     with_extras: bool = False,
     dtype: type = np.uint16,
+    tokenizer_fingerprint: str = "f",
     **options: Any,
 ) -> Index:
     """Write documents whose tokens are their positions in the corpus, so that a token identifies its origin.
@@ -49,7 +50,8 @@ def make_split(
         )
         for number, length in enumerate(lengths)
     ]
-    return write_split(documents, folder, name="tiny", split="train", tokenizer_fingerprint="f", **options)
+    fingerprint = tokenizer_fingerprint
+    return write_split(documents, folder, name="tiny", split="train", tokenizer_fingerprint=fingerprint, **options)
 
 
 def damage(index: Index, document: int) -> None:
