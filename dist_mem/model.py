@@ -57,7 +57,7 @@ class Features(NamedTuple):
 
 
 class LMOutput(NamedTuple):
-    nll: Tensor  # (B, T) float32, nats; 0 where the target is IGNORE
+    nll: Tensor  # (B, T) float32, nats; 0 where the target is IGNORE; (B, 0) without targets
     hits: Tensor | None  # (B, T) bool, the target is the most probable token; None in training
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, summed over blocks
     state: LMState  # committed: new for lanes whose segment is remembered, unchanged for the others
@@ -276,7 +276,8 @@ class MemoryLM(nn.Module):
         """Score one segment of every lane, or a window of n segments through which gradients flow (`Memory`).
 
         Args:
-            tokens: (B, T) int64, real tokens first.  targets: (B, T) int64, IGNORE where nothing is scored.
+            tokens: (B, T) int64, real tokens first.  targets: (B, T) int64, IGNORE where nothing is scored; or (B, 0),
+                and the head is not run.
             valid_len: (B,) int64, real tokens; 0 for an idle lane. With `data.cut: end` less than T only where a
                 document begins.  state: see `init_state` and `reset_lanes`.
             later: of every later segment of a window, the lanes that begin a document in it, None if none does. Then
@@ -285,6 +286,8 @@ class MemoryLM(nn.Module):
         if later:
             return self._read_window(tokens, targets, valid_len, state, later)
         hidden, aux, state, logs = self.features(tokens, valid_len, state=state)
+        if not targets.shape[1]:
+            return LMOutput(hidden.new_empty(targets.shape, dtype=torch.float32), None, aux, state, logs)
         scores = self.head(hidden, targets)
         return LMOutput(scores.nll, scores.hits, aux, state, logs)
 

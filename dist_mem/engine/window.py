@@ -10,7 +10,7 @@ it read to the segment before it, one backward of the engine for each segment. S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -72,14 +72,21 @@ class Text(NamedTuple):
     ]  # of every segment, the lanes that begin a document in it, None if none does
 
 
-class WindowRead(NamedTuple):
-    """What a window gave, all without gradient, and its backward."""
+class WindowRead(Protocol):
+    """What a window gave, all without gradient, and its backward in two parts."""
 
-    nll: Tensor  # (B, n T) float32, as in LMOutput
     aux: Tensor  # () float32, the auxiliary losses, summed
-    logs: Mapping[str, Tensor]  # as in LMOutput: (B, n), of one segment (B,)
+    logs: dict[str, Tensor]  # as in LMOutput: (B, n), of one segment (B,)
     state: LMState
-    backward: Callable[[Loss], None]  # to be called once, or never
+
+    def begin_backward(self, loss: Loss) -> Tensor:
+        """Run the backward but for its last part, and return nll, (B, n T) float32 as in LMOutput; to be called once.
+
+        Without gradient it only returns nll.
+        """
+
+    def end_backward(self) -> None:
+        """Run the last part; it may be left out."""
 
 
 def read(run: Differentiator, text: Text, state: LMState, *, recomputes: bool) -> WindowRead:
@@ -89,13 +96,10 @@ def read(run: Differentiator, text: Text, state: LMState, *, recomputes: bool) -
         recomputes: keep the states between segments alone, and compute the segments again in the backward.
     """
     if recomputes and torch.is_grad_enabled() and len(text.starts) > 1:
-        return _Recomputation(run, text, state).read()
+        return _Recomputation(run, text, state)
     first, *later = text.starts
     state = state if first is None else reset_lanes(state, *first)
-    output = run(text.tokens, text.targets, text.valid_len, state=state, later=later)
-    sums = _sums(output)
-    # The graph behind the last state is freed with it: no loss uses it.
-    return _result(output, sums[1], lambda loss: run.backward(loss(*sums)))
+    return _WholeWindow(run, run(text.tokens, text.targets, text.valid_len, state=state, later=later))
 
 
 def _sums(output: LMOutput) -> tuple[Tensor, Tensor]:
@@ -104,8 +108,20 @@ def _sums(output: LMOutput) -> tuple[Tensor, Tensor]:
     return nll, torch.stack([nll.new_zeros(()), *(loss.sum() for loss in output.aux.values())]).sum()
 
 
-def _result(output: LMOutput, aux: Tensor, backward: Callable[[Loss], None]) -> WindowRead:
-    return WindowRead(output.nll.detach(), aux.detach(), output.logs, detach_state(output.state), backward)
+class _WholeWindow:
+    """A window whose activations are kept."""
+
+    def __init__(self, run: Differentiator, output: LMOutput) -> None:
+        self._run, self._sums, self._nll = run, _sums(output), output.nll.detach()
+        # The graph behind the last state is freed with it: no loss uses it.
+        self.aux, self.logs, self.state = self._sums[1].detach(), output.logs, detach_state(output.state)
+
+    def begin_backward(self, loss: Loss) -> Tensor:
+        self._loss = loss
+        return self._nll
+
+    def end_backward(self) -> None:
+        self._run.backward(self._loss(*self._sums))
 
 
 class _Border(NamedTuple):
@@ -117,50 +133,50 @@ class _Border(NamedTuple):
 
 
 class _Recomputation:
-    """A window of which the states between segments are kept."""
+    """A window of which the states between segments are kept; its first forward runs the head of the last one alone."""
 
     def __init__(self, run: Differentiator, text: Text, state: LMState) -> None:
-        self._run, self._state = run, state
-        self._starts = text.starts
+        self._run, self._starts = run, text.starts
         device = text.tokens.device  # a GPU has a random generator of its own beside the CPU's
         self._devices = [device] if device.type == "cuda" else []
         self._segments = list(split_segments(text.tokens, text.targets, text.valid_len))
         self._passed = list[_Border]()
-        self._last: tuple[Tensor, Tensor] | None = None  # the sums of the last segment, with the graph behind them
         self._leaves = dict[str, Tensor]()  # of the state before the segment whose backward comes next
-
-    def read(self) -> WindowRead:
-        state, outputs, last = self._state, list[LMOutput](), len(self._segments) - 1
-        for number in range(last):
+        outputs = list[LMOutput]()
+        for number in range(len(self._segments) - 1):
             self._passed.append(_Border(number, state, _random_states(self._devices)))
             with rehearsal():
-                outputs.append(self._forward(number, state))
+                outputs.append(self._forward(number, state, has_targets=False))
             state = outputs[-1].state
-        output = self._forward(last, state)
-        self._last = _sums(output)
-        outputs.append(output._replace(state=detach_state(output.state)))
-        del output
-        whole = join_segments(outputs)
-        return _result(whole, _sums(whole)[1], self._backward)
+        self._last = self._forward(len(outputs), state)
+        self._last = self._last._replace(state=detach_state(self._last.state))
+        whole = join_segments([*outputs, self._last])
+        self.aux, self.logs, self.state = _sums(whole)[1].detach(), whole.logs, whole.state
 
-    def _forward(self, number: int, state: LMState) -> LMOutput:
+    def begin_backward(self, loss: Loss) -> Tensor:
+        nll = [self._last.nll.detach()]
+        self._total = loss(*_sums(self._last))
+        del self._last
+        while self._passed:
+            self._run.backward(self._total)
+            self._run.end_micro_batch()
+            of_segment, self._total = self._again(self._passed.pop(), loss)
+            nll.append(of_segment)
+        return torch.cat(nll[::-1], 1)
+
+    def end_backward(self) -> None:
+        self._run.backward(self._total)
+
+    def _forward(self, number: int, state: LMState, *, has_targets: bool = True) -> LMOutput:
         """Run a segment; the state before it, but the first, gets a gradient from its backward."""
         state, start = self._run.module.with_gradient(state) if number else state, self._starts[number]
         self._leaves = {name: part for name, part in named_tensors(state).items() if part.requires_grad}
-        return self._run(*self._segments[number], state=state if start is None else reset_lanes(state, *start))
+        tokens, targets, valid_len = self._segments[number]
+        targets = targets if has_targets else targets[:, :0]
+        return self._run(tokens, targets, valid_len, state=state if start is None else reset_lanes(state, *start))
 
-    def _backward(self, loss: Loss) -> None:
-        assert self._last is not None
-        total, self._last = loss(*self._last), None
-        while True:
-            self._run.backward(total)
-            if not self._passed:
-                return
-            self._run.end_micro_batch()
-            total = self._again(self._passed.pop(), loss)
-
-    def _again(self, passed: _Border, loss: Loss) -> Tensor:
-        """Compute a segment again; return its loss, with a term whose gradient is that of its last state."""
+    def _again(self, passed: _Border, loss: Loss) -> tuple[Tensor, Tensor]:
+        """Compute a segment again; return nll, and the loss with a term whose gradient is that of the last state."""
         after, scale = self._leaves, self._run.loss_scale
         with _replaying(passed.random, self._devices):
             output = self._forward(passed.number, passed.state)
@@ -169,7 +185,7 @@ class _Recomputation:
             if part.requires_grad and name in after and (gradient := after[name].grad) is not None:
                 wide = torch.promote_types(part.dtype, torch.float32)
                 total = total + (part.to(wide) * (gradient.to(wide) / scale)).sum()
-        return total
+        return output.nll.detach(), total
 
 
 def _random_states(devices: Sequence[torch.device]) -> tuple[Tensor, ...]:

@@ -378,7 +378,8 @@ def _count(spec: ModelSpec, *, on_gpu: bool, keeps_gradients: bool, forward_in: 
             found = window.read(window.PlainAutograd(model), text, state, recomputes=backwards_of_window(train) > 1)
             kept = counted.live.now
             if learns:
-                found.backward(lambda nll, aux: nll + aux)
+                found.begin_backward(lambda nll, aux: nll + aux)
+                found.end_backward()
             del found
     return MicroBatchCost(counted.live.peak, kept, [(1.0, work) for work in counted.kernels])
 

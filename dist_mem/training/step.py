@@ -48,7 +48,7 @@ class StepContext:
     engine: Engine
     divergence: Divergence
     total_steps: int
-    # is called with the losses of every window, as `WindowRead.nll`
+    # is called with the losses of every window, see `WindowRead.begin_backward`
     on_window: Callable[[Tensor], None] = field(default=lambda nll: None, kw_only=True)
 
 
@@ -98,25 +98,26 @@ def accumulate_gradients(
         beat("forward")
         with torch.set_grad_enabled(needs_gradient[index]):
             found = window.read(context.engine, text, states[group], recomputes=backwards_of_window(train) > 1)
+        beat("backward")
+        nll = found.begin_backward(lambda nll, aux: world.size * (nll / num_scored + aux / lanes_segments))
         is_recall = None if batch.recall is None else batch.recall > 0
         num_tokens = int(host_batch.valid_len.sum())
         sums += UpdateSums(
-            found.nll.sum(),
+            nll.sum(),
             found.aux,
-            found.aux.new_zeros(()) if is_recall is None else (found.nll * is_recall).sum(),
+            found.aux.new_zeros(()) if is_recall is None else (nll * is_recall).sum(),
             num_read=int((host_batch.valid_len > 0).sum()),
             num_tokens=num_tokens,
             num_learned=num_tokens * needs_gradient[index],
             logs={name: torch.where(batch.valid_len > 0, metric, 0.0).sum() for name, metric in found.logs.items()},
         )
-        context.on_window(found.nll)
+        context.on_window(nll)
         states[group] = found.state
         if index == last:
             is_finite = _finite_flag(states, train.micro_batch_size, world.device)
             agreement = begin(Forward(states, sums, is_finite), update, shared, world.device)
-        beat("backward")
         if needs_gradient[index]:
-            found.backward(lambda nll, aux: world.size * (nll / num_scored + aux / lanes_segments))
+            found.end_backward()
         if num_scored > 0 and index < last:
             for _ in range(1 if needs_gradient[index] else backwards_of_window(train)):
                 context.engine.end_micro_batch()

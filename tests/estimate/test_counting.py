@@ -66,7 +66,7 @@ def test_two_and_three_lanes_foretell_more(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in memory_kinds() if memory_class(kind).carries_gradient])
 def test_a_window_by_segments_needs_the_activations_of_one(kind: str) -> None:
-    """And less time than a second forward of all."""
+    """And less work than a second forward of all: the first one is of the blocks alone."""
 
     def counted(num: int, recomputed: str) -> MicroBatchCost:
         asked = config(kind, segments_per_update=num, bptt_segments=num, activation_checkpointing=recomputed)
@@ -76,7 +76,7 @@ def test_a_window_by_segments_needs_the_activations_of_one(kind: str) -> None:
     spec = model_spec(config(kind), VOCAB_SIZE)
     states = 4 * 4 * sizes_of(spec, torch.float32, OptimizerConfig()).lane_bytes
     assert parts.peak <= min(1.3 * one.peak + states, whole.peak)
-    assert totals(whole)[2] < totals(parts)[2] < 1.4 * totals(whole)[2]
+    assert totals(whole)[2] < totals(parts)[2] < 1.2 * totals(whole)[2]
 
 
 @pytest.mark.parametrize("num", [1, 8, pytest.param(64, marks=pytest.mark.nightly)])
