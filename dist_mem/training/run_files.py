@@ -20,16 +20,14 @@ CONFIG = "config.yaml"
 
 
 def check_run_files(run_dir: Path) -> None:
-    """Read the files of a run directory, which need not exist.
+    """Read the files of a run directory, which need not exist; what others have put beside them does not matter.
 
     Raises:
         UnusableError: one is damaged, or something else has its name: a folder, a pipe, a link that leads nowhere.
         OSError: one cannot be read now.
     """
-    for path in sorted(run_dir.iterdir()) if run_dir.is_dir() else ():
-        if path.name == CONFIG or not path.is_dir():
-            with suppress(FileNotFoundError):  # removed meanwhile, as by a report that is made now
-                open_regular(path).close()
+    with suppress(FileNotFoundError):
+        open_regular(run_dir / CONFIG).close()
     for read in (read_finished, read_parts, read_starts, read_run_id):
         read(run_dir)
     if not is_missing(log := run_dir / METRICS_FILE):

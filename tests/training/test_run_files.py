@@ -1,5 +1,6 @@
 """A start that is refused leaves the run directory as it was, whichever file of it is damaged."""
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -104,11 +105,11 @@ def test_a_refused_start_changes_nothing_whichever_file_it_is(run: Path, tmp_pat
             shutil.rmtree(to)
 
 
-def test_the_check_takes_files_that_a_command_beside_it_has_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a report does with its lock and with what it writes under another name first."""
-    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / ".report.html.lock"]))
+def test_what_others_have_put_beside_the_files_refuses_no_start(tmp_path: Path) -> None:
+    """An editor's lock that leads nowhere, a debugger's pipe, a link to a log that is gone."""
+    (tmp_path / ".#config.yaml").symlink_to("user@host.4711:1764712345")
+    (tmp_path / "job.log").symlink_to(tmp_path / "gone")
+    os.mkfifo(tmp_path / "debugger")
     check_run_files(tmp_path)
 
 
