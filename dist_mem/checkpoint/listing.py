@@ -53,7 +53,9 @@ def run(action: str, path: Path) -> int:
         print("\n".join(label_lines(_describe(found))))
         return EXIT_FAILED if found.problem else EXIT_DONE
     is_deep = action == "verify"
-    table = [_look(directory, verify_file if is_deep else verify_size) for directory in directories]
+    looked = [_look(directory, verify_file if is_deep else verify_size) for directory in directories]
+    # A running job may have deleted some meanwhile, which is no damage.
+    table = [found for found in looked if not found.problem or found.directory.exists()] or looked
     print("\n".join([*_table(table, path, good="verified" if is_deep else "complete"), *_set_aside(path)]))
     newest = next((found for found in reversed(table) if not found.problem or found.is_newer), None)
     if is_deep and newest is not None and not newest.is_newer:

@@ -5,11 +5,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.manifest import read_manifest, step_dir, write_manifest
+from dist_mem.checkpoint import listing
+from dist_mem.checkpoint.manifest import read_manifest, step_dir, verify, write_manifest
 from tests.support.faults import flip
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.messages import said
@@ -80,6 +82,20 @@ def test_verify_names_no_checkpoint_to_resume_from_where_a_newer_dist_mem_has_sa
     code, text = reported(capsys, "verify", run_dir)
     assert code == 1 and row(text, "step-00000006").endswith("verified")
     assert "99 is newer" in row(text, "step-00000008") and "would resume" not in text
+
+
+def test_a_checkpoint_that_the_running_job_deletes_meanwhile_is_not_broken(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read every byte takes minutes; a monitor then took what checkpoint.keep_last had deleted for damage."""
+
+    def delete_first(directory: Path, check: Any) -> dict[str, Any]:
+        shutil.rmtree(step_dir(run_dir, 4), ignore_errors=True)
+        return verify(directory, check)
+
+    monkeypatch.setattr(listing, "verify", delete_first)
+    code, text = reported(capsys, "verify", run_dir)
+    assert code == 0 and "step-00000004" not in text and row(text, "step-00000006").endswith("verified")
 
 
 @pytest.mark.parametrize("action", ["list", "verify", "show"])
