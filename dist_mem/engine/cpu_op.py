@@ -81,7 +81,7 @@ def load(directory: Path, builder: Callable[[], object], check: Callable[[], Non
     loading = threads.submit(builder)
     try:
         while not wait([loading], POLL_SECONDS).done:
-            if _compilers():
+            if any(map(_children, _ninjas())):  # without a child it only looks whether something has changed
                 check()  # to load it takes no time that is worth a stop
                 if not is_said:  # its compiler or sources have changed
                     is_said = True
@@ -96,13 +96,22 @@ def load(directory: Path, builder: Callable[[], object], check: Callable[[], Non
     loading.result()
 
 
-def _compilers() -> list[int]:
+def _ninjas() -> list[int]:
     """Return the processes of ninja that this one has started."""
     found = []
-    for path in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):  # the thread, or its child, has ended
-            children = path.read_text(encoding="ascii").split()
-            found += [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_bytes().strip() == b"ninja"]
+    for pid in _children("self"):
+        with suppress(OSError):  # it has ended
+            if Path(f"/proc/{pid}/comm").read_bytes().strip() == b"ninja":
+                found.append(pid)
+    return found
+
+
+def _children(pid: int | str) -> list[int]:
+    """Return the processes that a process has started."""
+    found = list[int]()
+    with suppress(OSError):  # it, or a thread of it, has just ended
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += map(int, path.read_text(encoding="ascii").split())
     return found
 
 
@@ -110,7 +119,7 @@ def _end_compilers(loading: Future[object]) -> None:
     """End ninja, which ends its compilers and removes what is half written, and the next one if there is one."""
     end = time.monotonic() + _ENDING_SECONDS
     while not loading.done() and time.monotonic() < end:
-        for pid in _compilers():
+        for pid in _ninjas():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         wait([loading], POLL_SECONDS)
