@@ -41,6 +41,7 @@ from dist_mem.nn.placement import Placement
 from dist_mem.nn.published_layers import GPT2Embedding, scale_residual_weights
 from dist_mem.nn.token_types import TokenTypes
 from dist_mem.nn.vocabulary import Bin, adaptive_bins, plain_bin
+from dist_mem.runtime.gpu import convolutions_as_products
 
 
 class LMState(NamedTuple):
@@ -181,6 +182,7 @@ class MemoryLM(nn.Module):
             found["types.newest"] = Count(state.types.newest, -1, last_token)
         return found
 
+    @convolutions_as_products()
     def features(self, tokens: Tensor, valid_len: Tensor, *, state: LMState) -> Features:
         """Compute everything but the softmax: tokens (B, T) int64, valid_len (B,) int64."""
         is_kept = valid_len > 0 if self.commits_short else valid_len == tokens.shape[1]
@@ -228,6 +230,7 @@ class MemoryLM(nn.Module):
         return all(map(can_step_rows, self.memories()))
 
     @torch.no_grad()
+    @convolutions_as_products()
     def open(self, state: LMState, first: Tensor) -> OpenSegment:
         """Return what is kept of a segment of which no row has been read, for `step_rows`.
 
@@ -252,6 +255,7 @@ class MemoryLM(nn.Module):
             rows = block(rows, part, valid_len).y
         return OpenSegment(tuple(opened), state.types)
 
+    @convolutions_as_products()
     def step_rows(self, tokens: Tensor, opened: OpenSegment, places: Places) -> tuple[Tensor, OpenSegment]:
         """Return the input of the softmax for further tokens of open segments, (B, R) int64, as `features` does.
 

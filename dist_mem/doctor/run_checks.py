@@ -48,7 +48,7 @@ def run(config: Config | None, *, seconds: float = _TIMEOUT) -> int:
     if find_failures(findings):
         return _end(findings, began, prints=rank == 0)
     try:
-        world = distributed.initialize(timeout_seconds=seconds)
+        world = distributed.initialize(timeout_seconds=seconds, tf32=config is not None and config.train.tf32)
         for found in examine(config, world, is_thorough=True):
             _show(found, if_=rank == 0)
             findings += found

@@ -21,6 +21,7 @@ from dist_mem.recompute.recompute import RecomputedStep, change_within, choose_s
 from dist_mem.recompute.settings import RecordedPoint, point_at, read_part_with_memory, read_recorded
 from dist_mem.runtime.children import launcher, start, watch
 from dist_mem.runtime.distributed import World, decide_on_rank0, from_rank0
+from dist_mem.runtime.gpu import set_arithmetic
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import count_noun, table
@@ -98,6 +99,7 @@ def recompute_step(
     has_sinks = bool(config.tracking.sinks)
     config = change_config(config, {"tracking.sinks": []})  # of these nothing is run here
     use_threads(config.train)
+    set_arithmetic(tf32=config.train.tf32)  # which is known only now, like the threads
     if part.device != world.device.type:
         fix = "; CUDA_VISIBLE_DEVICES= hides the GPUs" if part.device == "cpu" else ""
         raise UnusableError(f"step {step} was made on {part.device}, but this job runs on {world.device.type}{fix}")

@@ -8,7 +8,8 @@ Run on one H100; tests use a made-up /sys.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,3 +110,18 @@ def set_arithmetic(*, tf32: bool) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
     # Some of its gradients are sums by atomic adds, and `benchmark` would choose by the time in this process.
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+
+
+@contextmanager
+def convolutions_as_products() -> Iterator[None]:
+    """Let convolutions of float32 use TF32 in the block only if products may, as after `set_arithmetic`.
+
+    For a model in a process of others, which it leaves as it was.
+    """
+    cudnn: Any = torch.backends.cudnn  # its types do not know `conv`
+    before = cudnn.conv.fp32_precision
+    cudnn.conv.fp32_precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    try:
+        yield
+    finally:
+        cudnn.conv.fp32_precision = before

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnfitError
 from dist_mem.recompute.compare_step import refuse_other_machine
 from dist_mem.recompute.recompute import change_within
 from dist_mem.recompute.settings import read_recorded
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.gpu import set_arithmetic
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training.history import read_history
 from tests.support.curricula import make_data
@@ -58,6 +60,24 @@ def test_steps_are_equal_bit_for_bit_and_nothing_is_written(
         nll, num_scored = (sum(getattr(lane, name) for lane in found.lanes) for name in ("nll", "num_scored"))
         assert nll / num_scored == pytest.approx(found.loss, rel=1e-6)
     assert content_of(tmp_path / "run") == before
+
+
+def products_of_a_recomputation(world: World, run_dir: Path) -> bool:
+    """Whether products of float32 may use TF32 where a step is computed again."""
+    try:
+        found_by(world, run_dir, 1)
+        return torch.backends.cuda.matmul.allow_tf32
+    finally:
+        set_arithmetic(tf32=False)
+
+
+def test_a_step_is_computed_again_with_the_products_of_the_training(
+    tmp_path: Path, books: Path, rank_pool: Pools
+) -> None:
+    """On GPUs every metric of a run with train.tf32 differed from the recorded one."""
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 1, "tf32": True}})
+    assert rank_pool(1).run(train_here, config) == [EXIT_DONE]
+    assert rank_pool(1).run(products_of_a_recomputation, tmp_path / "run") == [True]
 
 
 def test_metrics_and_programs_of_own_sinks_are_left_out(tmp_path: Path, books: Path, rank_pool: Pools) -> None:

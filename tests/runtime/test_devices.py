@@ -11,14 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from dist_mem.block import model_spec
 from dist_mem.errors import UnusableError
+from dist_mem.model import MemoryLM
 from dist_mem.runtime import distributed, gpu
 from dist_mem.runtime.devices import GPUS, device_named, gpu_of
 from dist_mem.runtime.gpu import bind_to_gpu, gpu_place, parse_cores
 from tests.support.gpus import allow_cores, pretend_gpus
 from tests.support.limits import limit
 from tests.support.messages import refused
+from tests.support.run_memories import small_memory
+from tests.support.tiny import VOCAB, tiny_config
 
 # As torch.cuda.get_device_name() prints them.
 NAMES = {
@@ -185,6 +190,25 @@ def test_process_group_belongs_to_the_gpu_of_the_rank(
     allow_cores(monkeypatch, {0, 1, 8})
     distributed.initialize(binds=False)
     assert os.sched_getaffinity(0) == {0, 1, 8}
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_convolutions_of_a_model_are_as_exact_as_its_products_in_any_process(tf32: bool, flags: None) -> None:
+    """torch allows TF32 for them by default: `load` and `generate` gave other losses on GPUs than `evaluate`."""
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    cudnn: Any = torch.backends.cudnn
+    before, seen = cudnn.conv.fp32_precision, set[str]()
+    config = tiny_config({"memory": {**small_memory("compressive"), "mem_len": 8}})
+    model = MemoryLM(model_spec(config, VOCAB)).eval()
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d):
+            module.register_forward_pre_hook(lambda *_: seen.add(cudnn.conv.fp32_precision))
+    tokens, valid_len = torch.ones(1, 8, dtype=torch.int64), torch.full((1,), 8)
+    state = model.init_state(torch.zeros(1, dtype=torch.int64), "cpu", torch.float32)
+    for _ in range(2):
+        state = model(tokens, tokens, valid_len, state=state).state
+    assert seen == {"tf32" if tf32 else "ieee"}
+    assert cudnn.conv.fp32_precision == before
 
 
 STEPS = """
