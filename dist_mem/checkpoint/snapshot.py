@@ -47,19 +47,16 @@ def take_snapshot(
         is_rehearsal: empty the tensors of the engine and the memories, which may take gigabytes.
     """
     owned = engine.owned_slices()
-    of_engine = engine_tensors(owned)
-    memories = named_tensors(lanes.states[0]) if is_rehearsal else _join(lanes.states)
-    if is_rehearsal:
-        of_engine, memories = _empty(of_engine), _empty(memories)
-    live = {
-        "engine": of_engine,
-        "lanes": {**memories, "lane_ids": lanes.lane_ids, "cursors": lanes.cursors},
-        "rng": _random_state(engine.device),
-    }
+    live = engine_tensors(owned)
+    memories = _empty(named_tensors(lanes.states[0])) if is_rehearsal else _join(lanes.states)
     engine_metadata = engine.metadata()
     return Snapshot(
         step=step,
-        parts={kind: {name: _copy(tensor) for name, tensor in tensors.items()} for kind, tensors in live.items()},
+        parts={
+            "engine": _empty(live) if is_rehearsal else {name: _copy(tensor) for name, tensor in live.items()},
+            "lanes": {**memories, "lane_ids": _copy(lanes.lane_ids), "cursors": _copy(lanes.cursors)},
+            "rng": _random_state(engine.device),
+        },
         ranges=engine_ranges(owned, engine_metadata["shapes"]),
         engine=engine_metadata,
         small_files=dict(small_files),
@@ -69,7 +66,7 @@ def take_snapshot(
 
 def _empty(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors without elements of the same names and dtypes."""
-    return {name: tensor.new_empty(0) for name, tensor in tensors.items()}
+    return {name: tensor.new_empty(0, device="cpu") for name, tensor in tensors.items()}
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -77,8 +74,8 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _join(states: Sequence[MemoryState]) -> dict[str, Tensor]:
-    """Concatenate the states of all lane groups, on the host."""
-    return named_tensors(map_state(lambda *parts: torch.cat([part.cpu() for part in parts]), *states))
+    """Concatenate the states of all lane groups into new tensors, on the host."""
+    return named_tensors(map_state(lambda *parts: torch.cat([part.detach().cpu() for part in parts]), *states))
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
