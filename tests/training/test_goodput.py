@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.errors import EXIT_USAGE, UnusableError
 from dist_mem.launch.status import read_state
 from dist_mem.supervision import timeline
 from dist_mem.supervision.timeline import Beginning
@@ -17,7 +16,6 @@ from dist_mem.training.meter import MEASUREMENTS
 from tests.support.clock import Clock
 from tests.support.jobs import build_books, finish, start_ranks, write_config
 from tests.support.limits import wait_until
-from tests.support.messages import refused
 
 
 def spend(clock: Clock, **phases: float) -> None:
@@ -102,13 +100,6 @@ def test_clocks_that_disagree_make_no_part_negative(tmp_path: Path, clock: Clock
     clock.now -= 500
     second = start(tmp_path, clock, saved, last_sign=saved["time"])
     assert nonzero(second) == {"useful": 50}
-
-
-def test_a_damaged_file_of_starts_is_named(tmp_path: Path) -> None:
-    (tmp_path / "starts.jsonl").write_text('{"time": "noon", "down": 0}\n')
-    with refused(UnusableError, "starts.jsonl") as caught:
-        note_start(tmp_path, Beginning(0.0))
-    assert caught.value.exit_code == EXIT_USAGE
 
 
 def test_parts_of_a_run_killed_twice_add_up_to_its_time_by_the_clock(tmp_path: Path) -> None:

@@ -56,18 +56,6 @@ def test_loss_and_speed_are_those_since_the_last_point(clock: Clock) -> None:
     assert "aux_loss" not in found
 
 
-def test_what_was_done_before_the_first_update_is_no_training(clock: Clock) -> None:
-    """Also in a job that continues: its first point begins with the seconds that were saved."""
-    meter = Meter(lane_segments_per_update=4)
-    for saved in (meter, Meter(lane_segments_per_update=4, saved={"steps": 1.0, "seconds": 3.0})):
-        clock.now += 60.0
-        saved.begin()
-        clock.now += 5.0
-        saved.add(Totals(num_scored=10), epoch=0.5)
-    assert meter.read(Gradients())["step_seconds"] == 5.0 + 65.0
-    assert saved.read(Gradients())["step_seconds"] == (3.0 + 5.0) / 2
-
-
 def test_meter_goes_on_where_its_saved_state_stood(clock: Clock) -> None:
     """The time between two jobs is nobody's."""
     engine = Gradients()
