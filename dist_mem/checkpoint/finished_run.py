@@ -12,7 +12,7 @@ from dist_mem.checkpoint.finished_file import read_finished
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.checkpoint.resume_choice import AUTO
 from dist_mem.checkpoint.resume_source import Resumption
-from dist_mem.config import Config, TrainConfig
+from dist_mem.config import Config
 from dist_mem.data.curriculum import training_dirs
 from dist_mem.runtime.distributed import World, decide_on_rank0
 
@@ -23,15 +23,11 @@ def is_finished(config: Config, world: World, resumption: Resumption) -> bool:
     paths, before = ([one.path for one in training_dirs(each.data).values()] for each in (config, resumption.saved))
     if config.resume != AUTO or paths != before:
         return False  # data at another path are compared with those of the run only when the job is opened
-    step = decide_on_rank0(lambda: _finished_step(run_dir, config.train))
-    if step is None or choice.directory != step_dir(run_dir, step):
+    end = decide_on_rank0(lambda: read_finished(run_dir))
+    if end is None or (end.steps, end.epochs) != (config.train.steps, config.train.epochs):
+        return False
+    if choice.directory != step_dir(run_dir, end.step):
         return False
     if world.rank == 0:
-        print(f"{run_dir} is finished: step {step} was the last one; to train on, set train.steps higher")
+        print(f"{run_dir} is finished: step {end.step} was the last one; to train on, set train.steps higher")
     return True
-
-
-def _finished_step(run_dir: Path, train: TrainConfig) -> int | None:
-    """Return the last step of a run that needs no more steps; None for other runs. Raises UnusableError."""
-    found = read_finished(run_dir)
-    return found.step if found and (found.steps, found.epochs) == (train.steps, train.epochs) else None

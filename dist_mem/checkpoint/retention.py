@@ -56,11 +56,6 @@ def rules_by_step(kept: Sequence[StoredCheckpoint], rules: CheckpointConfig) -> 
     return {step: [rule for rule, chosen in wanted.items() if step in chosen] for step in steps}
 
 
-def find_superfluous(kept: Sequence[StoredCheckpoint], rules: CheckpointConfig) -> list[int]:
-    """Return the steps whose checkpoints no rule keeps, oldest first."""
-    return [step for step, reasons in rules_by_step(kept, rules).items() if not reasons]
-
-
 def _best(kept: Sequence[StoredCheckpoint], most: int) -> list[int]:
     """Return the steps with the lowest validation losses of each measure, at most `most`.
 
@@ -88,10 +83,10 @@ def prune(run_dir: Path, step: int, rules: CheckpointConfig) -> list[str]:
     folder = step_dir(run_dir, step).parent
     try:
         left = sorted(folder.glob(f".*{_DELETED}"))  # by a save that could not delete them
-        superfluous = find_superfluous(stored_checkpoints(run_dir, step), rules)
+        reasons = rules_by_step(stored_checkpoints(run_dir, step), rules)
     except OSError as error:
         return [f"cannot look for checkpoints to delete in {folder}: {error}"]
-    for directory in [*left, *(step_dir(run_dir, old) for old in superfluous)]:
+    for directory in [*left, *(step_dir(run_dir, old) for old, kept_by in reasons.items() if not kept_by)]:
         try:
             _delete(directory)
         except OSError as error:

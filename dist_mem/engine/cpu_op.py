@@ -29,12 +29,8 @@ _ENDING_SECONDS = 5.0  # for a compiler to end
 _COMPILING = "compiling DeepSpeed's CPU communication op, once for this environment: 1 to 3 minutes"
 
 
-def _go_on() -> None:
-    """Let a wait go on."""
-
-
 @contextmanager
-def building(directory: Path, check: Callable[[], None] = _go_on) -> Iterator[None]:
+def building(directory: Path, check: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Hold the directory, and remove a lock of torch's that a killed job of ours left in it.
 
     Args:
@@ -65,7 +61,7 @@ def is_compiled(directory: Path) -> bool:
     return (directory / f"{CPU_OP}.so").exists()
 
 
-def load(directory: Path, builder: Callable[[], object], check: Callable[[], None] = _go_on) -> None:
+def load(directory: Path, builder: Callable[[], object], check: Callable[[], None] = lambda: None) -> None:
     """Load the op in `directory`, which is held, by DeepSpeed's builder, which compiles it if need be; say so.
 
     Args:

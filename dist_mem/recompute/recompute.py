@@ -115,10 +115,10 @@ def recompute(
             outcome = None
         if made == step:
             lanes = _lane_losses(context, feed.update, [nll.sum(dim=1) for nll in windows])
+        if outcome is not None and outcome.decision:
+            messages.append(outcome.decision.message)
         if outcome is None or (outcome.decision and outcome.decision.action == ROLLBACK):
-            messages += [outcome.decision.message] if outcome and outcome.decision else []
             break
-        messages += [outcome.decision.message] if outcome.decision else []
         if outcome.flags.stop:
             reporting.failure.raise_on_all_ranks()
         reporting.meter.add(

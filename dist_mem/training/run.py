@@ -16,15 +16,7 @@ from dist_mem.checkpoint.finished_run import is_finished
 from dist_mem.checkpoint.resume_source import find_resumption
 from dist_mem.config import Config, WatchdogConfig
 from dist_mem.doctor.preflight import before_joining, preflight
-from dist_mem.errors import (
-    EXIT_DIVERGED,
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_REQUEUE,
-    DivergedError,
-    TakenOverError,
-    run_error,
-)
+from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DivergedError, run_error
 from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import World, announce, decide_on_rank0
 from dist_mem.runtime.files import drop_empty, missing_folders
@@ -122,17 +114,6 @@ def run_job(
     return code
 
 
-def _takeover(run_dir: Path) -> TakenOverError | None:
-    """Return the error if another job took over the run while rank 0 was suspended and the other ranks ended."""
-    try:
-        refuse_if_taken_over(run_dir)
-    except TakenOverError as error:
-        return error
-    except OSError:  # the disk is gone too
-        return None
-    return None
-
-
 def _collective_seconds(watchdog: WatchdogConfig) -> float:
     """Return the timeout of collectives: longer than the watchdog's, which can name the missing ranks."""
     return max(1800.0, 2 * PATIENCE * (watchdog.seconds or 0.0))
@@ -173,10 +154,9 @@ def run(
             code = run_job(config, world, stop_signal, allowed, begin)
             distributed.shut_down(agreed=True)
         return code
-    except RuntimeError as error:  # perhaps because rank 0 was suspended, and the other ranks are gone
-        takeover = _takeover(run_dir)
-        if takeover is not None:
-            raise takeover from error
+    except RuntimeError:  # perhaps because rank 0 was suspended, another job took over, and the other ranks are gone
+        with suppress(OSError):  # the disk is gone too
+            refuse_if_taken_over(run_dir)
         raise
     finally:
         if lease is not None:

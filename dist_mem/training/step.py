@@ -114,8 +114,8 @@ def accumulate_gradients(
         context.on_window(nll)
         states[group] = found.state
         if index == last:
-            is_finite = _finite_flag(states, train.micro_batch_size, world.device)
-            agreement = begin(Forward(states, sums, is_finite), update, shared, world.device)
+            are_finite = [_finite_lanes(state, train.micro_batch_size, world.device) for state in states]
+            agreement = begin(Forward(states, sums, torch.cat(are_finite).all()), update, shared, world.device)
         if needs_gradient[index]:
             found.end_backward()
         if num_scored > 0 and index < last:
@@ -172,11 +172,6 @@ def _finite_lanes(state: Any, num_lanes: int, device: torch.device) -> Tensor:
     for part in named_tensors(state).values():
         is_finite &= torch.isfinite(part).unsqueeze(-1).flatten(1).all(1)
     return is_finite
-
-
-def _finite_flag(states: Sequence[Any], num_lanes: int, device: torch.device) -> Tensor:
-    """Return whether all memories are finite, () bool."""
-    return torch.cat([_finite_lanes(state, num_lanes, device) for state in states]).all()
 
 
 def reset_of(train: TrainConfig, step: int) -> str:
