@@ -26,6 +26,7 @@ import re
 import threading
 import time
 import uuid
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
@@ -54,8 +55,9 @@ FORMAT_VERSION = 4
 DAMAGED = "damaged"  # kind of an entry that cannot be read
 EMPTIED = "emptied"  # kind of a line that a user has emptied, as _REMEDY says
 STATUSES = ("FINISHED", "FAILED", "KILLED")  # of a run that has ended
-_COUNTED = ("point", "repeat", "rewind")  # kinds that say which points count
+COUNTED = ("point", "repeat", "rewind")  # kinds that say which points count
 _BEGIN = b'{"kind": "'  # of every entry
+_POINT = re.compile(_BEGIN + rb'(?:point|repeat)", "time": \d+, "body": {"step": (\d+),')  # begin of one, with its step
 _BLOCK = 1 << 18  # bytes that `last_point` reads at once
 _REMEDY = "; correct that line, or empty it and keep its end: MLflow counts lines"
 
@@ -177,7 +179,32 @@ def read_points(path: Path) -> list[Point]:
     Raises:
         UnusableError: a line is no entry, or the file is a pipe.
     """
-    return [] if is_missing(path) else select_counted(read_checked(path, *_COUNTED))
+    if is_missing(path):
+        return []
+    with open_regular(path) as file:
+        _header(file.readline(), path)
+        lines = ((line, f"line {number}") for number, line in enumerate(file, start=2) if line.endswith(b"\n"))
+        return select_counted(filter(None, (_check_line(line, path, COUNTED, place=place) for line, place in lines)))
+
+
+def counted_steps(path: Path) -> list[int]:
+    """Return the step of each point that counts, in order, without decoding the points; raises as `read_points`."""
+    steps: list[int] = []
+    with open_regular(path) as file:
+        _header(file.readline(), path)
+        for number, line in enumerate(file, start=2):
+            if not line.endswith(b"\n"):
+                break
+            if found := _POINT.match(line):
+                steps.append(int(found[1]))
+            elif (entry := _check_line(line, path, COUNTED, place=f"line {number}")) is None:
+                continue
+            elif entry.kind == "rewind":
+                del steps[bisect_right(steps, entry.body["step"]) :]
+                del steps[len(steps) - entry.body.get("surplus", 0) :]
+            else:
+                steps.append(entry.body["step"])
+    return steps
 
 
 def select_counted(entries: Iterable[Entry]) -> list[Point]:
@@ -187,7 +214,7 @@ def select_counted(entries: Iterable[Entry]) -> list[Point]:
         if entry.kind == "rewind":
             points = [point for point in points if point.step <= entry.body["step"]]
             points = points[: len(points) - entry.body.get("surplus", 0)]
-        elif entry.kind in _COUNTED:
+        elif entry.kind in COUNTED:
             points.append(as_point(entry))
     return points
 
@@ -205,15 +232,6 @@ def check_log(path: Path) -> None:
         for number, line in enumerate(file, start=2):
             if line.endswith(b"\n") and line.strip():
                 read_json_line(line, _entry, path, LogError, _REMEDY, place=f"line {number}")
-
-
-def read_checked(path: Path, *kinds: str) -> Iterator[Entry]:
-    """Yield the entries of some kinds. Raises UnusableError for a line that is no entry of any kind."""
-    with open_regular(path) as file:
-        _header(file.readline(), path)
-        for number, line in enumerate(file, start=2):
-            if line.endswith(b"\n") and (entry := _check_line(line, path, kinds, place=f"line {number}")):
-                yield entry
 
 
 def _check_line(line: bytes, path: Path, kinds: Sequence[str], *, place: str) -> Entry | None:
@@ -237,7 +255,7 @@ def last_point(path: Path, metric: str) -> Point | None:
     read_header(path)
     last_step, surplus = math.inf, 0  # of a step, as all surplus points are of the one that is restored
     for count, line in enumerate(_lines_backwards(path), start=1):
-        entry = _check_line(line, path, _COUNTED, place=f"line {count} from its end")
+        entry = _check_line(line, path, COUNTED, place=f"line {count} from its end")
         if entry is None or entry.body["step"] > last_step:
             continue
         if entry.kind == "rewind":
@@ -274,12 +292,24 @@ def read_entries(path: Path) -> Iterator[Entry]:
         reader.pass_batch()
 
 
-def find_entries(path: Path, *kinds: str) -> list[Entry]:
-    """Return every entry of some kinds; faster on a large log than `read_entries`."""
+def find_entries(path: Path, *kinds: str, first: int = 0) -> list[Entry]:
+    """Return every entry of some kinds; faster on a large log than `read_entries`.
+
+    Args:
+        first: a step; points and repeats of earlier ones are left out, without decoding them.
+    """
     begins = _begins(kinds)
     with open_regular(path) as file:
-        found = [_decode(line) for line in file if line.startswith(begins) and line.endswith(b"\n")]
+        lines = (line for line in file if line.startswith(begins) and line.endswith(b"\n"))
+        found = [_decode(line) for line in lines if not ((at := _POINT.match(line)) and int(at[1]) < first)]
     return [entry for entry in found if entry.kind != DAMAGED]
+
+
+def last_entry(path: Path, *kinds: str) -> Entry | None:
+    """Return the last entry, of some kinds or any, read from the end of the log; None: there is none."""
+    begins = _begins(kinds)
+    found = (_decode(line) for line in _lines_backwards(path) if line.startswith(begins))
+    return next((entry for entry in found if entry.kind not in (DAMAGED, EMPTIED)), None)
 
 
 def _begins(kinds: Sequence[str]) -> tuple[bytes, ...]:
@@ -434,10 +464,11 @@ class Log:
 
 def _cut_torn_line(path: Path) -> tuple[int, int]:
     """Remove an incomplete last line; return the number of entries, and the time of the last one, 0 without any."""
-    num_lines, size, last = 0, 0, b""
+    num_lines = size = 0
     with open_regular(path, "r+b") as file:
         for line in file:
             if line.endswith(b"\n"):
-                num_lines, size, last = num_lines + 1, size + len(line), line
+                num_lines, size = num_lines + 1, size + len(line)
         file.truncate(size)
-    return num_lines - 1, _decode(last).time
+    last = last_entry(path)
+    return num_lines - 1, last.time if last else 0

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from dist_mem.runtime.environment import wandb_environment
 from dist_mem.runtime.files import fsync_path, is_missing, make_folder, naming, read_regular, write_text
-from dist_mem.tracking.log import Log, LogReader, Point, read_points
+from dist_mem.tracking.log import COUNTED, Log, LogReader, Point, find_entries, select_counted
 from dist_mem.tracking.names import in_group, valid_text
 from dist_mem.tracking.tracker import Sink, end_in_time
 
@@ -46,13 +46,14 @@ class Mark:
         """Return what a reader lacks before it gets the points past `first_step`."""
         text = "" if is_missing(self._path) else read_regular(self._path).decode(errors="replace")
         self._num_read = int(text) if text.strip().isdecimal() else 0
-        reader, first = LogReader(self._log.path, self._num_read), first_step + 1
-        while entries := reader.batch(_BATCH):
+        reader = LogReader(self._log.path, self._num_read, kinds=COUNTED)
+        first = first_step + 1 if reader.num_done else 0
+        while first and (entries := reader.batch(_BATCH)):
             steps = [entry.body["step"] for entry in entries if entry.kind in ("point", "repeat")]
             rewinds = [entry.body for entry in entries if entry.kind == "rewind"]
             first = min([first, *steps, *(body["step"] + (not body.get("surplus")) for body in rewinds)])
             reader.pass_batch()
-        return UnreadPoints(first, [point for point in read_points(self._log.path) if point.step >= first])
+        return UnreadPoints(first, select_counted(find_entries(self._log.path, *COUNTED, first=first)))
 
     def move(self) -> None:
         """Note that the reader has all points of the log."""

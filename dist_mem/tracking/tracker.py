@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.errors import TakenOverError
-from dist_mem.tracking.log import STATUSES, Entry, Log, Point, as_point, is_superseded, read_checked, select_counted
+from dist_mem.tracking.log import (
+    STATUSES,
+    Entry,
+    Log,
+    Point,
+    as_point,
+    counted_steps,
+    find_entries,
+    is_superseded,
+    select_counted,
+)
 from dist_mem.tracking.names import OF_SYSTEM, in_group
 
 CLOSE_SECONDS = 30.0  # longest wait at the end of a run for a program that is not ours: the other ranks wait too
@@ -238,13 +249,13 @@ class LogSink(Sink):
 
     def _continue_from(self, step: int, num_points: int | None = None) -> int:
         """Return the number of points that count up to a step; the others are superseded."""
-        logged = list(read_checked(self._log.path, "point", "repeat", "rewind", "branch"))  # once: it takes seconds
-        points = select_counted(logged)
-        found = [point for point in points if point.step <= step]
-        of_step = [point for point in found if point.step == step]  # the last ones
-        surplus = 0 if num_points is None else min(len(of_step), max(0, len(found) - num_points))
-        num_kept = len(found) - surplus
-        if num_kept < len(points):
+        steps = counted_steps(self._log.path)
+        logged = find_entries(self._log.path, "point", "repeat", "rewind", "branch", first=step)  # not all: gigabytes
+        of_step = [point for point in select_counted(logged) if point.step == step]
+        num_found = bisect_right(steps, step)
+        surplus = 0 if num_points is None else min(len(of_step), max(0, num_found - num_points))
+        num_kept = num_found - surplus
+        if num_kept < len(steps):
             self._began = self._log.append("rewind", {"step": step, "surplus": surplus}, at=time.time())
         self.num_points = self.num_lost + num_kept
         counted = {name for point in of_step[: len(of_step) - surplus] for name in point.metrics}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -53,16 +53,20 @@ class NestedRun(NamedTuple):
         return self.branch.body["first"] <= step <= self.last and self.branch.body["before"] <= time
 
 
-def names_of_all_steps(points: Iterable[Entry]) -> dict[str, set[int]]:
+def names_of_all_steps(steps: Mapping[tuple[str, ...], set[int]]) -> dict[str, set[int]]:
     """Return names of metrics whose steps are those of all points: name -> steps.
 
-    All metrics of a point are sent together, so of names that have the same steps one is enough.
+    All metrics of a point are sent together, so of names that are in the same points one is enough.
+
+    Args:
+        steps: of the points, by the names of their metrics; of a long run, the values too would take gigabytes.
     """
-    steps: dict[str, set[int]] = defaultdict(set)
-    for point in points:
-        for name in point.body["metrics"]:
-            steps[in_group(name)].add(point.body["step"])
-    return {name: steps[name] for name in {frozenset(found): name for name, found in steps.items()}.values()}
+    kinds: dict[str, set[tuple[str, ...]]] = defaultdict(set)  # of points that have a name
+    for names in steps:
+        for name in names:
+            kinds[in_group(name)].add(names)
+    enough = {frozenset(having): name for name, having in kinds.items()}
+    return {name: set[int]().union(*(steps[names] for names in having)) for having, name in enough.items()}
 
 
 class Sender:
@@ -128,12 +132,12 @@ class Sender:
 
     def gaps(self) -> Iterator[tuple[str, set[int]]]:
         """Yield the points that MLflow lacks although they were sent: name, steps. Raises any error of its client."""
-        by_run: dict[str, list[Entry]] = defaultdict(list)
+        by_run: dict[str, dict[tuple[str, ...], set[int]]] = defaultdict(lambda: defaultdict(set))
         for entry in islice(read_entries(self._log), self._entries.num_done):  # a job may be adding others
             if entry.kind == "point" and not is_superseded(entry, self._branches):
-                by_run[self._run_of(entry)].append(entry)
-        for run_id, points in by_run.items():
-            for name, steps in names_of_all_steps(points).items():
+                by_run[self._run_of(entry)][tuple(entry.body["metrics"])].add(entry.body["step"])
+        for run_id, logged in by_run.items():
+            for name, steps in names_of_all_steps(logged).items():
                 if absent := steps - {metric.step for metric in self.run.history(name, run_id)}:
                     yield name, absent
 
@@ -150,10 +154,13 @@ class Sender:
     def _find_branches(self) -> None:
         """Find the branches of the log, and nest runs for those whose steps MLflow has already."""
         branches = find_entries(self._log, "branch")[len(self._branches) :]
-        points = find_entries(self._log, "point") if branches else []  # those of a long run take seconds
         for branch in branches:
             first, before = branch.body["first"], branch.body["before"]
-            names = names_of_all_steps(entry for entry in points if is_superseded(entry, [branch]))
+            steps: dict[tuple[str, ...], set[int]] = defaultdict(set)
+            for entry in find_entries(self._log, "point", first=first):
+                if is_superseded(entry, [branch]):
+                    steps[tuple(entry.body["metrics"])].add(entry.body["step"])
+            names = names_of_all_steps(steps)
             sent = [metric.step for name in names for metric in self.run.history(name) if metric.timestamp < before]
             if (last := max(sent, default=-1)) >= first:
                 run_id = self.run.nest(2 + len(self._branches), first=first, last=last, before=before)

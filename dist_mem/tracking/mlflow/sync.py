@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,11 +31,10 @@ from dist_mem.tracking.log import (
     Entry,
     LogError,
     check_log,
-    find_entries,
+    counted_steps,
+    last_entry,
     new_uid,
-    read_entries,
     read_header,
-    read_points,
     write_log,
 )
 from dist_mem.tracking.mlflow.client import first_line, import_mlflow_quietly, remedy_for
@@ -198,9 +196,8 @@ def _send(
         with suppress(FileNotFoundError):  # another process has sent it
             sender.send_whole(path)
         path.unlink(missing_ok=True)
-    status = find_entries(log, "status")[-1:]
-    if status and status[0].body["status"] == "RUNNING" and is_dead():
-        (last,) = deque(read_entries(log), maxlen=1)
+    status, last = last_entry(log, "status"), last_entry(log)
+    if status and last and status.body["status"] == "RUNNING" and is_dead():
         sender.run.send(Entry("status", last.time, {"status": "KILLED"}))
         report("its job was killed outright; the run is KILLED in MLflow until it is resumed")
     return sender
@@ -276,10 +273,10 @@ def log_to_run(
 def _gaps_of_log(run_dir: Path, logged: CheckpointCount | None) -> Iterator[str]:
     """Yield the points of a checkpoint that the log lacks. Raises UnusableError if the log has a damaged line."""
     path = run_dir / METRICS_FILE
-    points = [point for point in read_points(path) if logged is not None and point.step <= logged.step]
-    if logged is not None and len(points) < logged.num_points:
-        last = f", the last of step {points[-1].step}" if points else ""
-        has = f"{path} has {len(points)} of the {logged.num_points} points"
+    steps = [step for step in counted_steps(path) if logged is not None and step <= logged.step]
+    if logged is not None and len(steps) < logged.num_points:
+        last = f", the last of step {steps[-1]}" if steps else ""
+        has = f"{path} has {len(steps)} of the {logged.num_points} points"
         yield f"{has} that were logged up to step {logged.step}{last}; the others are lost"
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from dist_mem.errors import TakenOverError
 from dist_mem.runtime.environment import system_metrics_interval
-from dist_mem.tracking.log import Log, find_entries
+from dist_mem.tracking.log import Log, last_entry
 from dist_mem.tracking.mlflow.client import import_mlflow_quietly
 from dist_mem.tracking.names import OF_SYSTEM
 from dist_mem.tracking.tracker import Sink
@@ -52,7 +52,8 @@ def system_monitors() -> list[Any]:
 
 def record_system_metrics(log: Log, *, report: Callable[[str], None]) -> SystemMetrics:
     """Record system metrics in a log from now on, numbered after those that it has; imports mlflow."""
-    numbers = itertools.count(len(find_entries(log.path, "system")))
+    last = last_entry(log.path, "system")
+    numbers = itertools.count(last.body["step"] + 1 if last else 0)
 
     def record(metrics: Mapping[str, float]) -> None:
         log.record("system", {"step": next(numbers), "metrics": metrics})
