@@ -40,9 +40,9 @@ from dist_mem.supervision.findings import RENDEZVOUS, Finding, Place, fail, ok, 
 _NO_CUDA = "built without CUDA"
 _LONG_SECONDS = 3600.0
 _HERE = "doctor/here"  # set by rank 0
-_LOOK_SECONDS = 0.005  # between two polls for new ranks
+_LOOK_SECONDS = 0.005  # between two polls for new ranks; on the others, before the second one
 _CONNECT_SECONDS = 5.0  # for one attempt: a signal is heard between two
-_KNOCK_SECONDS = 0.5  # at most, between two attempts to reach rank 0: hundreds of ranks connect to one port
+_KNOCK_SECONDS = 0.5  # at most, between two polls by a rank other than 0: hundreds of ranks connect to one port
 _READING_SECONDS = 10.0  # for all ranks to read the verdict, before rank 0 may exit and the store with it
 
 Check = Callable[[], None]
@@ -162,13 +162,24 @@ def meet(store: Any, device: RankDevice, *, size: int, seconds: float, check: Ch
 
 def _wait_for_verdict(store: Any, check: Check) -> None:
     """Wait for rank 0, which decides how long to wait; if it exits, the store does not answer. Raises RuntimeError."""
-    deadline, pause = time.monotonic() + _LONG_SECONDS, _LOOK_SECONDS
-    while not store.check(["doctor/verdict"]):
+    if not _wait_until(lambda: store.check(["doctor/verdict"]), _LONG_SECONDS, check):
+        raise RuntimeError(f"rank 0 has not decided in {_LONG_SECONDS:,.0f} s")
+
+
+def _wait_until(is_so: Callable[[], bool], seconds: float, check: Check) -> bool:
+    """Wait until something is so, or for `seconds`; return whether it is.
+
+    The pauses grow, because hundreds of ranks ask rank 0, or the launcher where it keeps the store.
+    """
+    deadline, pause = time.monotonic() + seconds, _LOOK_SECONDS
+    while not is_so():
         check()
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"rank 0 has not decided in {_LONG_SECONDS:,.0f} s")
-        time.sleep(pause)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
         pause = min(2 * pause, _KNOCK_SECONDS)
+    return True
 
 
 def open_store(host: str, port: int, *, rank: int, seconds: float, check: Check = _go_on) -> Any:
@@ -187,13 +198,9 @@ def open_store(host: str, port: int, *, rank: int, seconds: float, check: Check 
     own = dist.PrefixStore(f"start-{launcher_restarts()}{job_identity()}", store)
     if rank == 0:
         own.set(_HERE, "1")
-    deadline = time.monotonic() + seconds
-    while not own.check([_HERE]):
-        check()
-        if time.monotonic() > deadline:
-            who = "the launcher's store answers" if agent_keeps_store() else "another job answers"
-            raise OSError(f"{who}, but rank 0 of this job has not come for {seconds:g} s")
-        time.sleep(_LOOK_SECONDS)
+    if not _wait_until(lambda: own.check([_HERE]), seconds, check):
+        who = "the launcher's store answers" if agent_keeps_store() else "another job answers"
+        raise OSError(f"{who}, but rank 0 of this job has not come for {seconds:g} s")
     return own
 
 
@@ -203,22 +210,23 @@ def _wait_until_there(host: str, port: int, *, is_listening: bool, seconds: floa
     Raises:
         OSError: it did not happen within `seconds`.
     """
-    deadline, pause = time.monotonic() + seconds, _LOOK_SECONDS
-    while True:
+    errors: list[OSError] = []
+
+    def is_there() -> bool:
         try:
             if is_listening:
                 socket.create_connection((host, port), timeout=min(seconds, _CONNECT_SECONDS)).close()
             else:
                 socket.getaddrinfo(host, port)
-            return
         except OSError as error:
-            if time.monotonic() + pause > deadline:
-                who = "launcher" if agent_keeps_store() else "rank 0"
-                text = f"nobody answers for {seconds:g} s, where {who} is expected" if is_listening else "no such host"
-                raise OSError(f"{text} ({error.strerror or error})") from error
-        check()
-        time.sleep(pause)
-        pause = min(2 * pause, _KNOCK_SECONDS)
+            errors[:] = [error]
+            return False
+        return True
+
+    if not _wait_until(is_there, seconds, check):
+        who = "launcher" if agent_keeps_store() else "rank 0"
+        text = f"nobody answers for {seconds:g} s, where {who} is expected" if is_listening else "no such host"
+        raise OSError(f"{text} ({errors[0].strerror or errors[0]})") from errors[0]
 
 
 def _decide(store: Any, size: int, seconds: float, check: Check) -> Rendezvous:
