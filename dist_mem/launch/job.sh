@@ -203,7 +203,7 @@ resubmit() ( # in a shell of its own, which forgets this job
     [ "${next#*;}" = "$next" ] || cluster=${next#*;} # of several
     next=${next%%;*}
     note_job "$next" "$(submit_time "$next")"
-    say "resubmitted as job $next"
+    say "resubmitted as job $next${exclude:+, without $exclude: once repaired, delete $run_dir/slurm/failed_nodes}"
     return
   }
   [ -z "$exclude" ] || say "without $exclude: repair these nodes and delete $run_dir/slurm/failed_nodes, or request fewer nodes"

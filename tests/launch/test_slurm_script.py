@@ -253,7 +253,7 @@ def test_range_of_nodes_survives_a_resubmission_without_an_unfit_node(slurm: Clu
     assert first == "node[1-2]"
     assert second in ("node1", "node2") and second not in (tmp_path / "job/run/slurm/failed_nodes").read_text(), log
     assert log.count("resubmitted") == 1 and slurm.facts(job)["ExitCode"] == "1:0"
-    said_line(log, "resubmitted as job")
+    said_line(log, "resubmitted as job", "without node", "run/slurm/failed_nodes")
 
 
 def test_refused_resubmission_is_reported_once_with_the_reason_and_at_once(slurm: Cluster, tmp_path: Path) -> None:
