@@ -249,7 +249,8 @@ class Watchdog:
         )
         if positions is None or positions:  # None: the folder does not answer
             known = positions or [mine]
-            recorded = call_with_timeout(self._read_recorders, REPORT_SECONDS + self._slack, "the records of all ranks")
+            limit, what = REPORT_SECONDS + self._slack, "the records of all ranks"
+            recorded = call_with_timeout(lambda: flight_recorder.read_verdict(self._folder), limit, what)
             recorded = recorded or flight_recorder.NO_VERDICT
             is_read = positions is not None
             text = report(
@@ -260,9 +261,6 @@ class Watchdog:
         else:  # that rank reads from this process's connections: if this one ended first, it would fail
             left = max(REPORT_SECONDS, deadline - time.monotonic())
             call_with_timeout(lambda: wait_for_report(self._folder, rank=rank, num_ranks=num_ranks, seconds=left), left)
-
-    def _read_recorders(self) -> flight_recorder.Verdict:
-        return flight_recorder.read_verdict(self._folder)
 
     def _publish(self, text: str, positions: list[Position], recorded: flight_recorder.Verdict, is_read: bool) -> None:
         partial = self._folder / f"report.{self._world.rank}.partial"

@@ -58,7 +58,7 @@ STATUSES = ("FINISHED", "FAILED", "KILLED")  # of a run that has ended
 COUNTED = ("point", "repeat", "rewind")  # kinds that say which points count
 _BEGIN = b'{"kind": "'  # of every entry
 _POINT = re.compile(_BEGIN + rb'(?:point|repeat)", "time": \d+, "body": {"step": (\d+),')  # begin of one, with its step
-_BLOCK = 1 << 18  # bytes that `last_point` reads at once
+_BLOCK = 1 << 18  # bytes that are read at once from the end
 _REMEDY = "; correct that line, or empty it and keep its end: MLflow counts lines"
 
 _NO_LOG = "; this dist_mem did not write it: move it away"
