@@ -122,7 +122,7 @@ def _format_reader(path: Path) -> Callable[[RowFile, int], Iterator[tuple[int, L
 
 def _read_text_file(file: RowFile, start: int) -> Iterator[tuple[int, Load]]:
     if start == 1:
-        yield 1, lambda: Content(None, with_lf(read_text(file.path)))
+        yield 1, lambda: Content(None, read_text(file.path))
 
 
 def _read_json_lines(file: RowFile, start: int) -> Iterator[tuple[int, Load]]:

@@ -86,7 +86,7 @@ class SourceDocument:
         if isinstance(self.source, FileSlice):
             return self.source.read().decode("utf-8", "surrogateescape")
         if isinstance(self.source, Path):
-            return with_lf(read_text(self.source))
+            return read_text(self.source)
         return with_lf(self.source) if isinstance(self.source, str) else self.source.read()
 
     def signature(self) -> list[Any]:
@@ -113,14 +113,14 @@ def encode_text(text: str) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text unchanged, but without the byte order mark (U+FEFF) that some editors put first.
+    """Return a file's text with LF line ends, without the byte order mark (U+FEFF) that some editors put first.
 
     Raises:
         UnusableError: as `check_text` and `decode_text`; or the file is too long.
     """
     content = read_at_most(path)
     check_text(content, str(path))
-    return decode_text(content, str(path), has_mark=True)
+    return with_lf(decode_text(content, str(path), has_mark=True))
 
 
 def check_text(content: bytes, where: str) -> None:

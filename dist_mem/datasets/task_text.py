@@ -34,7 +34,7 @@ from dist_mem.datasets.corpus import by_name, find_files
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import add_tokenizer_from, positive, seed
 from dist_mem.datasets.sample_library import write_book
-from dist_mem.datasets.source import RecallSpan, SourceDocument, encode_text, read_text, recall_distances, with_lf
+from dist_mem.datasets.source import RecallSpan, SourceDocument, encode_text, read_text, recall_distances
 from dist_mem.datasets.split_names import SPLITS, split_of
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import sha256_of
@@ -221,7 +221,7 @@ def cut_sentences(text: str) -> list[str]:
 
 @lru_cache(maxsize=32)
 def _sentences_of(path: Path) -> list[str]:
-    return cut_sentences(with_lf(read_text(path)))
+    return cut_sentences(read_text(path))
 
 
 FRACTIONS = {"train": 0.8, "validation": 0.1, "test": 0.1}  # of all examples that a task can draw

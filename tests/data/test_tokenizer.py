@@ -241,7 +241,7 @@ def test_the_command_trains_and_a_dataset_is_built_with_it(tmp_path: Path, capsy
     folder, trained = tmp_path / "texts", tmp_path / "tok"
     folder.mkdir()
     for number, text in enumerate(texts):
-        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
+        (folder / f"{number}.txt").write_text(text, encoding="utf-8", newline="\r\n")  # as PG-19's
     program = [sys.executable, "-m", "dist_mem.datasets.gpt2_tokenizer", str(folder)]
     command = [*program, "--vocab-size", "300", "--out", str(trained)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit(120))
@@ -253,7 +253,7 @@ def test_the_command_trains_and_a_dataset_is_built_with_it(tmp_path: Path, capsy
     again = [str(folder), "--out", str(trained), "--vocab-size"]
     assert gpt2_tokenizer.main([*again, "299"]) == 2
     said(capsys.readouterr().err, trained / "tokenizer.json", "--out")
-    assert load_tokenizer(trained).vocab_size == 300
+    assert [piece for piece in load_tokenizer(trained).pieces if b"\r" in piece] == [b"\r"], "no token is of CRLF"
     assert gpt2_tokenizer.main([*again, "300"]) == 0
 
 
