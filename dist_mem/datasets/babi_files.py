@@ -66,8 +66,8 @@ def _parse(path: Path) -> Sequence[Sequence[Story]]:
     return [list(_questions(path, lines)) for lines in _stories(path)]
 
 
-def _stories(path: Path) -> Iterator[list[tuple[int, str]]]:
-    story: list[tuple[int, str]] = []
+def _stories(path: Path) -> Iterator[list[tuple[str, str]]]:
+    story: list[tuple[str, str]] = []
     for place, line in enumerate(read_text(path).splitlines(), start=1):
         number, _, rest = line.partition(" ")
         if not number.isdecimal() or not rest.strip():
@@ -75,21 +75,21 @@ def _stories(path: Path) -> Iterator[list[tuple[int, str]]]:
         if int(number) == 1 and story:
             yield story
             story = []
-        story.append((int(number), rest.strip()))
+        story.append((number, rest.strip()))
     if story:
         yield story
 
 
-def _questions(path: Path, lines: Sequence[tuple[int, str]]) -> Iterator[Story]:
+def _questions(path: Path, lines: Sequence[tuple[str, str]]) -> Iterator[Story]:
     facts: list[str] = []
-    places: dict[int, int] = {}  # number of a line -> fact
+    places: dict[str, int] = {}  # number of a line -> fact
     for number, text in lines:
         if "\t" not in text:
             places[number] = len(facts)
             facts.append(text)
             continue
         question, answer, *named = (part.strip() for part in text.split("\t"))
-        support = [int(each) for part in named for each in part.split()]
+        support = " ".join(named).split()
         if not answer or not facts or any(each not in places for each in support):
             raise UnusableError(f"{path}: {question!r} has no answer, or names facts that do not stand before it")
         yield Story(list(facts), question, answer, sorted(places[each] for each in support) or [len(facts) - 1])

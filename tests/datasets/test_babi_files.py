@@ -64,7 +64,12 @@ def test_the_number_of_facts_chooses_the_questions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "named"),
-    [("x", "line 1"), ("1 Ann slept.\n2 Where? \tattic\t7", "Where?"), ("1 Where? \tattic\t1", "Where?")],
+    [
+        ("x", "line 1"),
+        ("1 Ann slept.\n2 Where? \tattic\t7", "Where?"),
+        ("1 Ann slept.\n2 Where? \tattic\tx", "Where?"),
+        ("1 Where? \tattic\t1", "Where?"),
+    ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, line: str, named: str) -> None:
     folder = write_babi(tmp_path / "en")
