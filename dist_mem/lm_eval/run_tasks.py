@@ -176,8 +176,10 @@ def _report_path(request: LmEvalRequest, opened: OpenRun, length: int | str | No
 
 
 def _parts(request: LmEvalRequest, length: int | str | None) -> list[str]:
+    folders = {"tasks": request.include_path, "datasets": request.datasets}  # tasks and data of the same names
     return [
         "" if length is None else f"length{length}",
+        *(f"{name}_{digest_part(str(folder.resolve()))}" for name, folder in folders.items() if folder is not None),
         f"metadata_{digest_part(json_text(request.metadata))}" if request.metadata else "",
         "" if request.limit is None else f"limit{request.limit}",
     ]

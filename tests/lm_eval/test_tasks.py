@@ -11,7 +11,9 @@ from dist_mem.__main__ import main
 from dist_mem.errors import UnusableError
 from dist_mem.generation.generate import Sampling
 from dist_mem.lm_eval import model as lm_eval_model
+from dist_mem.lm_eval import run_tasks
 from dist_mem.lm_eval.model import DistMemLM, read_generation
+from dist_mem.lm_eval.run_tasks import LmEvalRequest
 from tests.support.messages import refused, said
 
 TASK = (
@@ -110,6 +112,12 @@ def test_a_task_that_makes_its_data_gets_the_tokenizer_of_the_model_and_the_leng
     assert main([*asked, "--metadata", '{"max_seq_lengths": [21]}']) == 0
     reports = list((model / "evaluations" / "lm_eval").glob("made-step-*-metadata_??????.json"))
     assert len(reports) == 2, "none has replaced the other"
+
+
+def test_tasks_and_data_of_the_same_names_from_another_folder_have_reports_of_their_own(tmp_path: Path) -> None:
+    folders = [None, tmp_path, tmp_path / "other"]
+    asked = [LmEvalRequest(tmp_path, [], ["same"], tasks, datasets=data) for tasks in folders for data in folders]
+    assert len({tuple(run_tasks._parts(request, None)) for request in asked}) == len(asked)
 
 
 def test_a_second_command_of_the_same_tasks_is_refused_while_the_first_answers(
