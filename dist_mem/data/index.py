@@ -301,7 +301,7 @@ def _cut_columns(content: np.ndarray, num_documents: int) -> dict[str, np.ndarra
             name: values[slice(*header[name]["data_offsets"])].view(dtype).reshape(_shape(name, num_documents))
             for name, dtype in _DTYPES.items()
         }
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
 
 

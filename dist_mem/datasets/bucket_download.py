@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import threading
 import urllib.parse
 from collections.abc import Sequence
@@ -22,6 +21,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from dist_mem.data.remote.fetch import METADATA_BYTES, Address, WrongRemoteError, download, show
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.file_schema import read_json
 from dist_mem.runtime.files import read_regular
 from dist_mem.runtime.names import PLAIN, is_plain_path
 from dist_mem.runtime.progress import Progress
@@ -59,7 +60,7 @@ def _page(url: str) -> tuple[dict[str, Any], list[RemoteFile]]:
         path = Path(folder) / "page.json"
         download(Address(url, show(url)), path, limit=METADATA_BYTES, verify=lambda _: None, key="TMPDIR")
         try:
-            page = json.loads(read_regular(path))
+            page = read_json(path, UnusableError)
             return page, [
                 RemoteFile(item["name"], int(item["size"]), item.get("md5Hash"), _seconds(item.get("updated")))
                 for item in page.get("items", [])

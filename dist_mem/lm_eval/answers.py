@@ -74,7 +74,7 @@ def _complete_lines(path: Path, head: str) -> list[str]:
     if first == head:
         for line in rest:
             answer = None
-            with suppress(ValueError):
+            with suppress(RecursionError, ValueError):
                 answer = json.loads(line)
             if not (isinstance(answer, list) and len(answer) == 2 and isinstance(answer[0], str)):
                 break

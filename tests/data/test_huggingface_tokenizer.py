@@ -139,6 +139,12 @@ def test_a_tokenizer_has_no_file_outside_its_folder(name: str, tmp_path: Path) -
         HuggingFaceTokenizer.from_content(read.content())
 
 
+def nest_too_deep(folder: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json"):  # which would say that it is one of Hugging Face
+        (folder / name).unlink()
+    write(folder, "tokenizer.json", "[" * 10**5)
+
+
 def take_special_tokens(folder: Path) -> None:
     change(folder, "tokenizer_config.json", bos_token=None, eos_token=None)
     change(folder, "tokenizer.json", added_tokens=[], post_processor=None)
@@ -147,6 +153,7 @@ def take_special_tokens(folder: Path) -> None:
 PROGRAM = {"auto_map": {"AutoTokenizer": ["own.py", "own.py"]}, "tokenizer_class": "OwnTokenizer"}
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "damaged": (lambda folder: write(folder, "tokenizer.json", '{"model": '), "tokenizer.json"),
+    "too deep": (nest_too_deep, "tokenizer.json"),
     "no tokenizer": (lambda folder: write(folder, "tokenizer.json", {"model": {"type": "BPE"}}), ""),
     "of another model": (lambda folder: change(folder, "config.json", vocab_size=400), "vocab_size 400"),
     "wrong sizes": (lambda folder: change(folder, "config.json", vocab_size="x"), "config.json"),

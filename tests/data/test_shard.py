@@ -310,7 +310,7 @@ def test_values_that_no_reader_could_use_are_named(
         read_index(path.parent)
 
 
-@pytest.mark.parametrize("kind", ["without a column", "of another type", "no safetensors", "another number"])
+@pytest.mark.parametrize("kind", ["without a column", "of another type", "no safetensors", "deep", "another number"])
 def test_columns_that_are_not_those_of_an_index_are_refused(path: Path, kind: str) -> None:
     """The checksum fits."""
     file = path.with_name(DOCUMENTS_NAME)
@@ -324,6 +324,8 @@ def test_columns_that_are_not_those_of_an_index_are_refused(path: Path, kind: st
     save_file(columns, file)
     if kind == "no safetensors":
         file.write_bytes(b"\xff" * 100)
+    if kind == "deep":
+        file.write_bytes((10**5).to_bytes(8, "little") + b"[" * 10**5)
     write_json(path, body | {"documents": described(file)})
     with refused(ShardError, file, "its columns are not those of an index"):
         read_index(path.parent)

@@ -292,6 +292,7 @@ def test_failures_that_pass_are_tried_again(bucket: Bucket, tmp_path: Path) -> N
         (LISTING, [503] * 9, None, 1),
         (LISTING, [], b"<html>Welcome!</html>", 2),
         (LISTING, [], b"[]", 2),
+        (LISTING, [], b"[" * 10**5, 2),
         (LISTING, [], b'{"items": [0]}', 2),
         ("/books/metadata.csv", None, None, 1),
         ("/books/metadata.csv", [403], None, 2),

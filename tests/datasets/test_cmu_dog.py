@@ -131,6 +131,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "list.json": lambda source: write_json(source / "WikiData" / "list.json", []),
     "text.json": lambda source: write_json(source / "WikiData" / "text.json", {"wikiDocumentIdx": 8, "0": "text"}),
     "other.json": lambda source: (source / "Conversations" / "test" / "other.json").write_text("{"),
+    "deep.json": lambda source: (source / "WikiData" / "deep.json").write_text("[" * 10**5),
     "user3": lambda source: write_conversation(source, "valid", "dev", [("user3", "Hello")]),
     "wikiDocumentIdx 7": lambda source: write_json(source / "Conversations" / "valid" / "dev.json", OTHER_FILM),
     "--source": empty_conversations,

@@ -12,6 +12,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.generation.generate import Sampling
 from dist_mem.lm_eval import model as lm_eval_model
 from dist_mem.lm_eval import run_tasks
+from dist_mem.lm_eval.answers import AnswerLog
 from dist_mem.lm_eval.model import DistMemLM, read_generation
 from dist_mem.lm_eval.run_tasks import LmEvalRequest
 from tests.support.messages import refused, said
@@ -118,6 +119,14 @@ def test_tasks_and_data_of_the_same_names_from_another_folder_have_reports_of_th
     folders = [None, tmp_path, tmp_path / "other"]
     asked = [LmEvalRequest(tmp_path, [], ["same"], tasks, datasets=data) for tasks in folders for data in folders]
     assert len({tuple(run_tasks._parts(request, None)) for request in asked}) == len(asked)
+
+
+def test_kept_answers_end_at_a_line_that_is_none(tmp_path: Path) -> None:
+    for line in ("[", "{}", '["a"]', "[" * 10**5):
+        path, settings = tmp_path / "answers.jsonl", {"step": 1}
+        path.write_text(f'{{"step": 1}}\n["a", 1]\n{line}\n["b", 2]\n', encoding="utf-8")
+        with AnswerLog(path, settings) as log:
+            assert log.found == {"a": 1}
 
 
 def test_a_second_command_of_the_same_tasks_is_refused_while_the_first_answers(

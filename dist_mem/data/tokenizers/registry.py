@@ -7,7 +7,6 @@ pairs; or tokenizer.huggingface.json, the files of a published model's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.figures import json_text
-from dist_mem.runtime.file_schema import check, integer, optional, record, text
+from dist_mem.runtime.file_schema import check, integer, optional, read_json, record, text
 from dist_mem.runtime.files import read_regular, write_bytes
 
 FORMAT_VERSION = 1
@@ -102,7 +101,7 @@ def is_published(folder: Path) -> bool:
     if not path.is_file():
         return False
     with suppress(ValueError):
-        content = json.loads(read_regular(path))
+        content = read_json(path, ShardError)
         return isinstance(content, dict) and "model" in content and "format_version" not in content
     return False  # damaged
 

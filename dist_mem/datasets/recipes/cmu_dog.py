@@ -20,7 +20,6 @@ without the copies. The data have no licence file: ask before redistributing the
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -32,8 +31,10 @@ from dist_mem.data.tokenizers.sentencepiece import train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.options import add_build_options, add_tokenizer_options, check_paths, positive, vocab_size_of
-from dist_mem.datasets.source import SourceDocument, read_text
+from dist_mem.datasets.source import SourceDocument
 from dist_mem.datasets.tree import listed_files
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.file_schema import read_json
 
 LEAKED = " (also in the released train split)"  # suffix of the titles of such conversations
 FOLDERS = {"train": "train", "validation": "valid", "test": "test"}  # split -> its folder in Conversations
@@ -212,13 +213,8 @@ def on_one_line(text: str | Sequence[str]) -> str:
 
 def read_folder(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Read the JSON files of a folder, sorted by name; return paths and contents."""
-    found = []
-    for path in listed_files(folder, ".json").values():
-        try:
-            found.append((path, json.loads(read_text(path))))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON ({error}): fetch it again") from error
-    return found
+    paths = listed_files(folder, ".json").values()
+    return [(path, read_json(path, UnusableError, ": fetch it again")) for path in paths]
 
 
 def counts_table(released: dict[str, list[FilmConversation]], built: dict[str, list[FilmConversation]]) -> str:
