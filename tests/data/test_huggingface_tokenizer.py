@@ -171,11 +171,34 @@ def test_a_folder_that_cannot_be_used_is_named(fault: str, tmp_path: Path) -> No
         find_tokenizer(folder)
 
 
-@pytest.mark.parametrize("name", ["vocab.json", "tokenizer.model"])
-def test_files_that_do_not_say_of_which_kind_they_are_lack_a_configuration(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("{}")
-    with refused(UnusableError, tmp_path, "add its config.json or tokenizer_config.json"):
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("vocab.json",),
+        ("tokenizer.model",),
+        ("vocab.json", "tokenizer_config.json"),
+        ("vocab.json", "config.json", "tokenizer_config.json"),
+    ],
+)
+def test_files_that_do_not_say_of_which_kind_they_are_lack_a_configuration(
+    files: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in files:
+        write(tmp_path, name, {})
+    with refused(UnusableError, tmp_path, "config.json with a model_type or tokenizer_config.json with a tokenizer_"):
         find_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", "{"])
+def test_settings_in_a_data_directory_that_are_damaged_are_refused_when_it_is_opened(
+    content: str, tmp_path: Path
+) -> None:
+    read = find_tokenizer(save_published("llama3", tmp_path / "sound"))
+    assert isinstance(read, HuggingFaceTokenizer)
+    read.files["tokenizer_config.json"] = content
+    save_tokenizer(read, tmp_path)
+    with refused(ValueError, tmp_path / "tokenizer.huggingface.json"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_program_in_the_folder_is_not_run(tmp_path: Path) -> None:

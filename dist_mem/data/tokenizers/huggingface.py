@@ -35,7 +35,7 @@ from dist_mem.runtime.names import is_plain_path
 FAST_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
 _MODEL_CONFIG = "config.json"
 _PURPOSE = "the tokenizer of a published model"
-_WHICH = ("config.json", CONFIG_NAME)  # either says of which kind vocab.json or a SentencePiece model is
+_WHICH = {_MODEL_CONFIG: "model_type", CONFIG_NAME: "tokenizer_class"}  # either says of which kind other files are
 _AGAIN = ": download the folder again"
 _ID = integer(high=2**31 - 1)
 IDS = table(_ID, keys=text)  # vocab.json: token -> id
@@ -60,19 +60,22 @@ class HuggingFaceTokenizer(Tokenizer):
             vocab_size: rows of the model's embedding; ids that the tokenizer lacks have no text.
 
         Raises:
-            ValueError: tokenizer.json is damaged, or has an id that is not below `vocab_size`.
+            ValueError: a file is damaged, or has an id that is not below `vocab_size`.
             UnusableError: the library `tokenizers` is not installed.
         """
         require("tokenizers", _PURPOSE)
         import tokenizers
 
         self.files = dict(files)
-        content = json.loads(self.files[FAST_NAME])
+        content, settings = (json.loads(self.files.get(name, "{}")) for name in (FAST_NAME, CONFIG_NAME))
         try:
             # Without what comes around a text, which also moves the offsets of tokens behind their spaces.
             self.processor = tokenizers.Tokenizer.from_str(json_text({**content, "post_processor": None}))
         except Exception as error:  # the library raises no other class
             raise ValueError(f"{FAST_NAME}: {error}") from error
+        if not isinstance(settings, dict):
+            raise ValueError(f"{CONFIG_NAME} is no object")
+        self._eos = settings.get("eos_token")
         self.processor.no_truncation()
         self.processor.no_padding()
         names = {token: name for name, token in self.processor.get_vocab(with_added_tokens=True).items()}
@@ -108,8 +111,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @property
     def end_ids(self) -> frozenset[int]:
         """The EOS that the files name, if they do: the published model was trained to write it."""
-        token = json.loads(self.files.get(CONFIG_NAME, "{}")).get("eos_token")
-        name = token.get("content") if isinstance(token, dict) else token
+        name = self._eos.get("content") if isinstance(self._eos, dict) else self._eos
         found = self.processor.token_to_id(name) if isinstance(name, str) else None
         return frozenset() if found is None else frozenset({int(found)})
 
@@ -183,8 +185,9 @@ def _open(folder: Path) -> Any:
         opened = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of transformers, tokenizers, SentencePiece, or of what a file lacks
         reason = str(error).strip().partition("\n")[0]
-        lacks = not (folder / FAST_NAME).exists() and not any((folder / name).exists() for name in _WHICH)
-        remedy = f": add its {' or '.join(_WHICH)}, which says of which kind it is" if lacks else _AGAIN
+        lacks = not (folder / FAST_NAME).exists() and not any(_has(folder / name, _WHICH[name]) for name in _WHICH)
+        ways = " or ".join(f"{name} with a {key}" for name, key in _WHICH.items())
+        remedy = f": add its {ways}, which says of which kind it is" if lacks else _AGAIN
         raise UnusableError(f"{folder} has no tokenizer that transformers opens ({reason}){remedy}") from error
     if not getattr(opened, "is_fast", False):
         raise UnusableError(
@@ -192,6 +195,12 @@ def _open(folder: Path) -> Any:
             f"{FAST_NAME} with the library tokenizers"
         )
     return opened
+
+
+def _has(path: Path, key: str) -> bool:
+    """Return whether a JSON file has a key. Raises UnusableError if it is damaged."""
+    content = read_json(path, UnusableError, _AGAIN) if path.is_file() else None
+    return isinstance(content, dict) and content.get(key) is not None
 
 
 def _files_of(opened: Any) -> dict[str, str]:
