@@ -1,7 +1,7 @@
 """Documents of a task in text: a question about a place far back, whose answer ends the document and is scored alone.
 
 Data flow: a builder's `Question` -> fitted (as much haystack as the length allows) -> document_of -> a builder's `Task`
--> build_task -> <out>/{train,validation,test} in the format of every dataset. Splits are drawn from a seed and
+-> build_tasks -> <out>/{train,validation,test} in the format of every dataset. Splits are drawn from a seed and
 disjoint; finished ones are kept.
 
 A haystack yields the sentences of a document without end: the published repeat, a user's books, or the sample library.
@@ -16,7 +16,8 @@ import hashlib
 import random
 import re
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from itertools import count, cycle, islice, pairwise
 from pathlib import Path
@@ -29,7 +30,7 @@ from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import find_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.datasets.builder import build_into, check_tokenizer, is_built, place_tokenizer
+from dist_mem.datasets.builder import WORK_DIR, OtherBuildError, build_into, check_tokenizer, is_built, place_tokenizer
 from dist_mem.datasets.corpus import by_name, find_files
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import add_tokenizer_from, positive, seed
@@ -266,13 +267,37 @@ def add_task_options(
     add("--overwrite", action="store_true", help="replace another build in --out, when this one is whole")
 
 
-def build_task(task: Task, out: Path, *, counts: dict[str, int], overwrite: bool) -> None:
-    """Write the tokenizer and all splits of a data directory, and keep those that exist already.
+def build_tasks(tasks: Iterable[tuple[Task, Path]], options: argparse.Namespace) -> None:
+    """Write the tokenizer and all splits of each task's data directory, and keep those that exist already.
+
+    Where --overwrite replaces several directories and the command is stopped, the same command keeps those that were
+    replaced.
 
     Raises:
-        ValueError: `out` holds another build.
+        ValueError: a directory holds another build.
     """
+    counts = {split: getattr(options, split) for split in SPLITS}
+    replaced: list[Path] = []
+    for task, out in tasks:
+        mark = out / WORK_DIR / "replaced"
+        is_replaced = options.overwrite and mark.exists()
+        try:
+            _build_task(task, out, counts, overwrite=options.overwrite and not is_replaced)
+        except OtherBuildError:
+            if not is_replaced:
+                raise
+            _build_task(task, out, counts, overwrite=True)  # the stopped command had other options
+        if options.overwrite:
+            mark.parent.mkdir(exist_ok=True)
+            mark.touch()
+            replaced.append(mark)
+    for mark in replaced:
+        mark.unlink(missing_ok=True)
+        with suppress(OSError):  # another command builds there
+            mark.parent.rmdir()
 
+
+def _build_task(task: Task, out: Path, counts: dict[str, int], *, overwrite: bool) -> None:
     def build(place: Path) -> None:
         check_tokenizer(task.tokenizer, place)
         recipes = {split: task.recipe.format(count=number) for split, number in counts.items()}
@@ -283,11 +308,6 @@ def build_task(task: Task, out: Path, *, counts: dict[str, int], overwrite: bool
         bind_splits(place, counts)
 
     build_into(out, build, overwrite=overwrite)
-
-
-def counts_of(options: argparse.Namespace) -> dict[str, int]:
-    """Return the number of documents of each split, from the options of `add_task_options`."""
-    return {split: getattr(options, split) for split in SPLITS}
 
 
 def draw_of_split(split: str, draw: Callable[[], DrawnT], key: Callable[[DrawnT], str]) -> DrawnT:

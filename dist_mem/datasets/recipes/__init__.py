@@ -3,7 +3,7 @@
 A builder defines
 
     add_arguments(parser)   its options (builder.py has those of all)
-    build(options)          which gives documents to `build_dataset` (builder.py), or to `build_task` (task_text.py)
+    build(options)          which gives documents to `build_dataset` (builder.py), or to `build_tasks` (task_text.py)
 
 Its docstring is the help of the command, at most 100 columns wide: a line, examples, what else users must know.
 """

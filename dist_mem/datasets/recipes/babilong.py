@@ -38,8 +38,7 @@ from dist_mem.datasets.task_text import (
     Task,
     add_task_options,
     add_text_options,
-    build_task,
-    counts_of,
+    build_tasks,
     document_of,
     draw_of_split,
     fit_question,
@@ -74,11 +73,12 @@ def build(options: argparse.Namespace) -> None:
         name: published_stories(options.babi, name, num_facts) if options.babi else own_stories(name, num_facts)
         for name in options.tasks
     }
-    for name, stories in sources.items():
-        for length in options.lengths:
-            task = babilong_task(name, stories, haystack, tokenizer, length, seed=options.seed)
-            out = options.out / name / str(length)
-            build_task(task, out, counts=counts_of(options), overwrite=options.overwrite)
+    tasks = (
+        (babilong_task(name, stories, haystack, tokenizer, length, seed=options.seed), options.out / name / str(length))
+        for name, stories in sources.items()
+        for length in options.lengths
+    )
+    build_tasks(tasks, options)
 
 
 class StorySource(NamedTuple):

@@ -29,7 +29,7 @@ from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.datasets.options import positive
 from dist_mem.datasets.split_names import SPLITS
-from dist_mem.datasets.task_text import Task, add_task_options, build_task, counts_of, draw_of_split
+from dist_mem.datasets.task_text import Task, add_task_options, build_tasks, draw_of_split
 
 FILLERS = ("random", "zero")
 
@@ -69,9 +69,7 @@ def build(options: argparse.Namespace) -> None:
     ]
     for sizes in found:
         check_sizes(sizes)
-    for sizes in found:
-        task = mqar_task(sizes, seed=options.seed)
-        build_task(task, options.out / str(sizes.length), counts=counts_of(options), overwrite=options.overwrite)
+    build_tasks(((mqar_task(each, seed=options.seed), options.out / str(each.length)) for each in found), options)
 
 
 def check_sizes(sizes: RecallSizes) -> None:

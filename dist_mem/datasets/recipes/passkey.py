@@ -37,8 +37,7 @@ from dist_mem.datasets.task_text import (
     Task,
     add_task_options,
     add_text_options,
-    build_task,
-    counts_of,
+    build_tasks,
     document_of,
     draw_of_split,
     fit_question,
@@ -98,9 +97,11 @@ def build(options: argparse.Namespace) -> None:
     haystack: Haystack = Repeat(" ".join(REPEATED)) if form.kind == RULER else Repeat(*REPEATED)
     if options.books is not None:
         haystack = Books(options.books, SPLITS)
-    for length in options.lengths:
-        task = passkey_task(form, haystack, tokenizer, length, seed=options.seed)
-        build_task(task, options.out / str(length), counts=counts_of(options), overwrite=options.overwrite)
+    tasks = (
+        (passkey_task(form, haystack, tokenizer, length, seed=options.seed), options.out / str(length))
+        for length in options.lengths
+    )
+    build_tasks(tasks, options)
 
 
 def form_of(options: argparse.Namespace) -> Form:

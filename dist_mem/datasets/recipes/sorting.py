@@ -20,7 +20,7 @@ import numpy as np
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.datasets.split_names import SPLITS
-from dist_mem.datasets.task_text import Task, add_task_options, build_task, counts_of
+from dist_mem.datasets.task_text import Task, add_task_options, build_tasks
 
 NUM_SYMBOLS = 20  # symbols are words "0" to "19"
 SEPARATOR = NUM_SYMBOLS
@@ -33,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def build(options: argparse.Namespace) -> None:
     """Build a data directory for each length."""
-    for length in options.lengths:
-        task = sorting_task(length, seed=options.seed)
-        build_task(task, options.out / str(length), counts=counts_of(options), overwrite=options.overwrite)
+    tasks = ((sorting_task(length, seed=options.seed), options.out / str(length)) for length in options.lengths)
+    build_tasks(tasks, options)
 
 
 def sorting_task(length: int, *, seed: int) -> Task:
