@@ -263,7 +263,7 @@ def test_the_command_trains_and_a_dataset_is_built_with_it(tmp_path: Path, capsy
 LINES = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
 MAKE: dict[str, Callable[[], Tokenizer]] = {
     "bytes": BytesTokenizer,
-    "words": lambda: count_words(LINES, max_words=200),
+    "words": lambda: WordTokenizer(["<unk>", *count_words(LINES).words[:200]]),
     "gpt2": lambda: train_byte_pairs(LINES, vocab_size=600),
     "sentencepiece": lambda: train_pieces(LINES, vocab_size=600),
 }
@@ -335,15 +335,6 @@ def test_other_words_are_unknown() -> None:
     assert tokenizer.encode("a b\na").tolist() == [0, 1, 0]
     with refused(ValueError, "the word 'b'"):
         WordTokenizer(["a"]).encode("a b")
-
-
-def test_a_vocabulary_has_room_for_a_word_beside_line_ends_and_the_unknown() -> None:
-    lines = ["a a a b b c d e"]
-    assert count_words(lines, max_words=3).words == ["<unk>", "a", "<eos>"]
-    assert count_words(lines, max_words=4).words == ["a", "<unk>", "b", "<eos>"], "rare words share one token"
-    for max_words in (2, -1):
-        with refused(ValueError, f"max_words is {max_words}"):
-            count_words(lines, max_words=max_words)
 
 
 @pytest.mark.parametrize("words", [["a", "a"], ["a b"], [""]])

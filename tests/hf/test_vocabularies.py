@@ -20,7 +20,7 @@ from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer
 from dist_mem.data.tokenizers.registry import KINDS, find_tokenizer, load_tokenizer, save_tokenizer
 from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.data.tokenizers.words import count_words
+from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.errors import UnusableError
@@ -47,7 +47,7 @@ def tokenizers_of(text: str) -> dict[str, Tokenizer]:
     lines = text.splitlines()
     found = (
         BytesTokenizer(),
-        count_words(lines, max_words=6),
+        WordTokenizer(["<eos>", "<unk>", *list(dict.fromkeys(text.split()))[:4]]),
         pairs := train_byte_pairs([text], vocab_size=SIZE),
         HuggingFaceTokenizer(
             {"tokenizer.json": fast_tokenizer(pairs, adds_bos=True).to_str()}, bos_id=pairs.bos_id, vocab_size=SIZE + 5

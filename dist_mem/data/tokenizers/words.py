@@ -69,27 +69,14 @@ def word_bytes(word: str) -> bytes:
     return b"\n" if word == EOS else f"{word} ".encode()
 
 
-def count_words(lines: Iterable[str], *, max_words: int | None = None) -> WordTokenizer:
+def count_words(lines: Iterable[str]) -> WordTokenizer:
     """Make the vocabulary of a text: `<eos>` and the words, most frequent first, ties in order of appearance.
 
     Args:
         lines: without line ends; each counts as one `<eos>`.
-        max_words: size of the vocabulary, including `<eos>` and `<unk>`, which replaces the rarer words. None: keep all
-            words; `<unk>` is then a word only if the text has it.
-
-    Raises:
-        ValueError: max_words has no room for a word.
     """
-    if max_words is not None and max_words < 3:
-        raise ValueError(f"max_words is {max_words}, but must be at least 3: {EOS}, {UNKNOWN} and a word")
     counts: Counter[str] = Counter()
     for line in lines:
         counts.update(line.split())
         counts[EOS] += 1
-    ranked = [word for word, _ in counts.most_common()]
-    if max_words is not None and len(ranked) > max_words:
-        kept = [word for word in ranked if word not in (EOS, UNKNOWN)][: max_words - 2]
-        rare = sum(counts[word] for word in ranked) - sum(counts[word] for word in [*kept, EOS, UNKNOWN])
-        counts[UNKNOWN] += rare
-        ranked = sorted([*kept, EOS, UNKNOWN], key=lambda word: -counts[word])
-    return WordTokenizer(ranked)
+    return WordTokenizer([word for word, _ in counts.most_common()])
