@@ -68,7 +68,11 @@ def verify_dataset(path: Path | str, *, cache: str | None = None, splits: Sequen
         tokenizer = open_tokenizer(data)
     except (RemoteError, ValueError) as error:
         problems.append(ShardProblem(JSON_NAME, None, str(error)))
-    found, unreached = (list(splits), []) if splits and not is_remote(data.path) else _find_splits(data, splits)
+    found, unreached = list(splits), list[ShardProblem]()
+    if is_remote(data.path):
+        found, unreached = _remote_splits(data, splits)
+    elif not splits:
+        found = _local_splits(local_dir(data))
     problems += unreached
     if not found and not unreached and not (is_remote(data.path) and problems):
         if not (local_dir(data) / JSON_NAME).exists():
@@ -116,10 +120,6 @@ def existing_splits(data: DataConfig) -> list[str]:
             raise UnreachableError(f"{error}; name the splits that are known, as --split train") from error
         found.append(split)
     return found
-
-
-def _find_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], list[ShardProblem]]:
-    return _remote_splits(data, asked) if is_remote(data.path) else (_local_splits(local_dir(data)), [])
 
 
 def _local_splits(data_dir: Path) -> list[str]:
