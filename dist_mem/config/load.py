@@ -268,10 +268,10 @@ def load_block(schema: type[BlockT], name: str, arguments: Sequence[str], *, sav
         RunError: `saved` cannot be read.
     """
     watch_environment()
-    tree: dict[str, Any] = {name: as_tree(schema())}
+    tree = as_tree(Config())  # an interpolation may name a key that nothing gives
     if saved is not None:
         document = read_saved(saved)
-        tree = merge(tree, document) if document else tree  # an empty file
+        tree |= document | merge({name: tree[name]}, {key: child for key, child in document.items() if key == name})
         wrong = check_tree(schema, tree[name], key=name)
         stop_on([each._replace(where=str(saved)) for each in wrong if "unknown key" not in each.text])
         if isinstance(tree[name], Mapping):  # else an interpolation of another block

@@ -13,6 +13,7 @@ import yaml
 from dist_mem.config import (
     Config,
     ConfigError,
+    DataConfig,
     build_block,
     deepspeed_block,
     load_block,
@@ -311,6 +312,16 @@ def test_a_block_that_another_block_refers_to_must_fit_it(tmp_path: Path, subtes
             if "." not in name:
                 with refused(ConfigError, name):
                     load_block(blocks[name], name, [], saved=tmp_path / "config.yaml")
+
+
+def test_a_block_that_is_read_alone_may_refer_to_keys_that_nothing_gives(tmp_path: Path) -> None:
+    """A study refused to build `data.path=data/${model.kind}`, which its trainings accept."""
+    written = "data.path=data/${name}-${model.kind}-${train.seg_len}"
+    path = load_config([STEPS, written]).data.path
+    assert load_block(DataConfig, "data", [written]).path == path == "data/run-transformer-64"
+    saved = tmp_path / "config.yaml"
+    saved.write_text("data: {path: 'data/${name}'}\ntrain: {seed: {of: another version}}\n", encoding="utf-8")
+    assert load_block(DataConfig, "data", [], saved=saved).path == "data/run"
 
 
 def test_a_number_that_another_key_refers_to_has_the_type_of_that_key(monkeypatch: pytest.MonkeyPatch) -> None:
