@@ -33,8 +33,7 @@ from dist_mem.studies.definition import Settings, compare, settings_of
 from dist_mem.studies.study import Column, Study
 
 # Metrics of which a higher one is better; of all others a lower one is.
-_GROWING = ("accuracy", "whole_answers", "recall_accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")
-
+_GROWING = re.compile("accuracy|whole_answers|_(f1|rouge1|rougeL|meteor)$")
 BITS = "bits_per_byte"
 
 
@@ -137,7 +136,7 @@ def rank_of(results: Sequence[Mapping[str, Any] | None], metric: str) -> tuple[i
 
 def is_better_higher(metric: str) -> bool:
     """Return whether a higher value of a metric is the better one."""
-    return metric.startswith(_GROWING)
+    return _GROWING.search(metric) is not None
 
 
 def _on_validation(name: str) -> str:
