@@ -339,9 +339,7 @@ def _check_rows(study: Study, where: str) -> None:
 
 
 def _check_points(study: Study, where: str) -> None:
-    seeds = study.seeds
-    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise UnusableError(f"{where}seeds is {seeds}, but must be different numbers of at least 0, as [0, 1]")
+    _check_numbers(study.seeds, f"{where}seeds")
     if not study.points:
         raise UnusableError(f"{where}data is not set: give the data directory of the rows, or points")
     for name, point in study.points.items():
@@ -362,6 +360,11 @@ def _check_points(study: Study, where: str) -> None:
                     f"{where}rows has {first!r} and {row!r}, at {its_point!r} and {name!r}, whose runs and cells have "
                     "one name: rename a row or a point"
                 )
+
+
+def _check_numbers(seeds: Sequence[int], where: str) -> None:
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise UnusableError(f"{where} is {seeds}, but must be different numbers of at least 0, as [0, 1]")
 
 
 def _check_columns(study: Study, where: str) -> None:
@@ -409,8 +412,7 @@ def _check_budget(study: Study, where: str) -> None:
         raise UnusableError(f"{where}budget must have exactly one of {' and '.join(WORK)}, which sets train.steps")
     for name in (name for name in FITTED if (name in budget) != (name in study.fit)):
         raise UnusableError(f"{where}{name} must be both in budget, the size, and in fit, the key that sets it")
-    if small := [name for name, value in budget.items() if value <= 0]:
-        raise UnusableError(f"{where}budget.{small[0]} is {budget[small[0]]:g}, but must be above 0")
+    _check_amounts(budget, f"{where}budget")
     shown = [name for name in study.rows if name not in study.candidates]
     if len(shown) < 2:
         raise UnusableError(f"{where}rows has {len(shown)}; a budget needs at least two, to compare")
@@ -431,6 +433,11 @@ def _check_budget(study: Study, where: str) -> None:
                 f"{where}{place} has {word!r}, but a study with a budget scores all rows and columns on its own data: "
                 "compare other data without a budget"
             )
+
+
+def _check_amounts(budget: Mapping[str, float], where: str) -> None:
+    if wrong := [name for name, value in budget.items() if not 0 < value < math.inf]:
+        raise UnusableError(f"{where}.{wrong[0]} is {budget[wrong[0]]:g}, but must be a number above 0")
 
 
 def _fit_by_row(study: Study, size: str) -> dict[str, Any]:
@@ -468,6 +475,8 @@ def _check_tune(study: Study, where: str) -> None:
         raise UnusableError(f"{where}points has {len(study.points)}; rows are tuned at one point")
     if unknown := [name for name in tune.budget if name not in study.budget]:
         raise UnusableError(f"{where}tune.budget has {unknown[0]!r}, which the budget of the study has not")
+    _check_amounts(tune.budget, f"{where}tune.budget")
+    _check_numbers(tune.seeds, f"{where}tune.seeds")
     check_seeds(study, study.seeds, where)
 
 

@@ -157,7 +157,7 @@ MEANINGLESS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] 
                 (f"fit.params has the row '{row}'", {**FITTED, "rows": rows, "fit": {"params": {row: "model.d_inner"}}})
                 for row, rows in (("nonee", ROWS), ("xl", {**ROWS, "xl": [], "best": {"best_of": ["xl"]}}))
             ),
-            ("budget.tokens is -5", {"budget": {"tokens": -5}}),
+            *((f"budget.tokens is {amount:g}", {"budget": {"tokens": amount}}) for amount in (-5, math.inf, math.nan)),
             (
                 "points has 2",
                 {
@@ -473,7 +473,10 @@ def test_trials_that_all_diverged_are_refused(tmp_path: Path) -> None:
         ({"grid": {**RATES, "model.d_inner": [8, 16]}}, "fit.params"),  # of which one key stands for all rows
         ({"rows": {"none": RATES}}, "'best'"),
         ({"grid": RATES, "budget": {"flops": 1e12}}, "'flops'"),
+        ({"grid": RATES, "budget": {"tokens": math.inf}}, "tune.budget.tokens is inf"),
         ({"grid": RATES, "seeds": [5, 1]}, "tune.seeds has 1"),
+        ({"grid": RATES, "seeds": [5, 5]}, "tune.seeds is [5, 5]"),  # each trial would run twice, in one folder
+        ({"grid": RATES, "seeds": [-5]}, "tune.seeds is [-5]"),
         ({"grid": {"train.seed": [5, 6]}}, "train.seed"),  # all trials were one run
         ({"grid": {"data.path": ["x", "y"]}}, "data.path"),  # whose scores do not compare
     ],
