@@ -35,7 +35,7 @@ from scipy import stats
 from scipy.special import stdtrit
 
 from dist_mem.evaluation.bootstrap import Bounds, resample
-from dist_mem.evaluation.scores import DocumentScore, Report
+from dist_mem.evaluation.scores import DocumentScore, Report, total_words
 from dist_mem.runtime.figures import exponential
 from dist_mem.runtime.terminal import count_noun
 
@@ -266,12 +266,11 @@ def _metric(name: str, report: Report) -> _Metric:
         )
     if name == "bits_per_byte":
         return _Metric(lambda each: each.nll, lambda each: each.bytes, lambda nats: nats / math.log(2), -1.0)
-    return _Metric(
-        lambda each: each.nll,
-        lambda each: each.words if name == "word_perplexity" and each.words is not None else each.num_scored,
-        exponential,
-        -1.0,
+    by_words = name == "word_perplexity" and total_words(report.documents) is not None
+    count: Callable[[DocumentScore], float] = (
+        (lambda each: each.words or 0) if by_words else (lambda each: each.num_scored)
     )
+    return _Metric(lambda each: each.nll, count, exponential, -1.0)
 
 
 def _hits(document: DocumentScore) -> float:

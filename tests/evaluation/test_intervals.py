@@ -141,6 +141,13 @@ def test_the_interval_of_a_perplexity_per_token_is_of_tokens() -> None:
     first, other = of_losses(*range(500, 509)), of_losses(*range(400, 409))
     found = gain("token_perplexity", [first], [other])
     assert found.low == pytest.approx(first.token_perplexity / other.token_perplexity) == pytest.approx(found.high)
+    some = [
+        replace(each, documents=[*each.documents[1:], replace(each.documents[0], words=None)])
+        for each in (first, other)
+    ]
+    assert gain(PERPLEXITY, some[:1], some[1:]) == gain("token_perplexity", some[:1], some[1:]), (
+        "words and tokens add up"
+    )
 
 
 def test_what_is_not_known_has_no_interval() -> None:
