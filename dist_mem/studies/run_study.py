@@ -225,7 +225,12 @@ def _stop_code(out: Path) -> int:
 def _failure_code(errors: Sequence[RunFailure]) -> int:
     for error in errors:
         print(f"error: {error}", file=sys.stderr)
-    return EXIT_USAGE if all(isinstance(error, UnusableError) for error in errors) else EXIT_FAILED
+    return EXIT_USAGE if all(map(_is_input, errors)) else EXIT_FAILED
+
+
+def _is_input(error: RunFailure) -> bool:
+    """Return whether what the user gave is wrong, also as a command of the study says it: another start fails too."""
+    return isinstance(error, UnusableError) or (isinstance(error, CommandError) and error.code == EXIT_USAGE)
 
 
 def _places(job: StudyCall, asked: StudyRequest) -> list[Place]:
@@ -330,9 +335,8 @@ def _estimate(job: StudyCall, everywhere: Sequence[Place]) -> float | None:
     found, errors = estimate.estimate(job, everywhere)
     if errors:
         error = errors[0]
-        is_wrong = isinstance(error, UnusableError) or (isinstance(error, CommandError) and error.code == EXIT_USAGE)
         text = f"{error}; nothing else was started: correct the row, or begin with --no-estimate"
-        raise UnusableError(text) if is_wrong else UnfitError(text)
+        raise UnusableError(text) if _is_input(error) else UnfitError(text)
     if not found:
         return None
     device = "GPU" if torch.cuda.is_available() else "CPU"

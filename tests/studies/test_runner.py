@@ -387,11 +387,12 @@ def test_data_that_cannot_be_built_end_a_study_with_a_line(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"budget": {"tokens": 5000}} if command == "arena" else {}
-    study = write_small_study(tmp_path, monkeypatch, data="absent", build=[["false"]], **changes)
     launch = LaunchConfig() if command == "sweep" else None  # a sweep builds where it submits
-    asked = StudyRequest(study, command, out=Path("out"), launch=launch)
-    assert run_study(asked) == EXIT_FAILED
-    said(capsys.readouterr().err, "error: false: exit code 1", "build-absent.txt")
+    for words, code in ((["false"], EXIT_FAILED), (["sh", "-c", "exit 2"], EXIT_USAGE)):
+        study = write_small_study(tmp_path, monkeypatch, data="absent", build=[words], **changes)
+        asked = StudyRequest(study, command, out=Path("out"), launch=launch)
+        assert run_study(asked) == code
+        said(capsys.readouterr().err, f"error: {words[0]}", f"exit code {code}", "build-absent.txt")
 
     def stop(*_: object, **__: object) -> int:
         raise StudyStoppedError
