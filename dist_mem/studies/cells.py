@@ -17,7 +17,8 @@ import hashlib
 import statistics
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,13 @@ def read_cell(path: Path) -> dict[str, Any]:
     """Return the content of a cell, {} if there is none yet. Raises UnusableError if it is no cell."""
     if is_missing(path):
         return {}
+    found = path.stat()
+    return _read_once(path, found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=32)  # the seeds of a row and its candidates, which every column asks for
+def _read_once(path: Path, *_: int) -> dict[str, Any]:
+    """Return the content of a cell with this inode, time and size: a table asks for each dozens of times."""
     body: dict[str, Any] = read_json(path, UnusableError, _REMEDY)
     check(body, record({"format_version": integer()}, is_open=True), path, UnusableError, _REMEDY)
     if (version := body["format_version"]) != FORMAT_VERSION:
@@ -213,5 +221,6 @@ def give(run: CellRun, folder: Path, definition: Mapping[str, Any]) -> None:
 
 def checksum(report: Report) -> str:
     """Return the SHA-256 of the metrics of every document, without times and places."""
-    metrics = [astuple(document)[:-1] for document in report.documents]  # without depths, which older reports lack
+    # Without depths, which older reports lack.
+    metrics = [[*vars(document).values()][:-1] for document in report.documents]
     return hashlib.sha256(json_text(metrics).encode()).hexdigest()

@@ -182,13 +182,14 @@ def to_csv(study: Study, runs: Sequence[CellRun], extra: Sequence[str], *, ranks
         processes = origin_of(run).get("ranks", ranks)
         start = "dist-mem" if processes == 1 else f"torchrun --nproc_per_node {processes} -m dist_mem"
         training = f"{start} {shlex.join(['train', *train_words(study, run, extra)])}"
+        digests: dict[str | None, str] = {None: ""}  # of the reports, of which several columns have one
         for name, column in columns_to_measure(study, run).items():
             result: dict[str, Any] = read_result(run, name) or {"to run": True}
             ended = next((word for word in ("diverged", "absent", "to run") if word in result), "evaluated")
             paper = [study.rows[run.row].paper.get(name, "")] if study.is_papers else []
-            report = report_of(run, name)
-            digest = "" if report is None else checksum(report)
-            metrics = [*paper, result.get("value", ""), result.get("step", ""), ended, digest]
+            if (source := result.get("report")) not in digests and (report := report_of(run, name)) is not None:
+                digests[source] = checksum(report)
+            metrics = [*paper, result.get("value", ""), result.get("step", ""), ended, digests[source]]
             words = evaluate_command(run, column, extra)
             evaluation = shlex.join(["dist-mem", *words[words.index("dist_mem") + 1 :]])
             lines.append([run.row, name, run.seed, *metrics, training, evaluation])

@@ -11,6 +11,7 @@ import pytest
 
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scores import DocumentScore, PositionScore, RecallScore, Report
+from dist_mem.runtime.file_schema import read_json
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
 from dist_mem.studies.cells import (
@@ -334,6 +335,25 @@ def test_a_cell_has_the_commands_and_the_checksum_of_its_evaluation(tmp_path: Pa
     assert first["evaluation"] == f"dist-mem evaluate {run} --split test eval.allow_code=true"
     ranked, *_ = csv.DictReader(to_csv(job.study, job.runs, [], ranks=4).splitlines())
     assert ranked["training"].startswith("torchrun --nproc_per_node 4 -m dist_mem train job.yaml")
+
+
+def test_a_table_reads_each_cell_once_and_again_when_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was parsed dozens of times: the table of 24 runs of 5,000 documents took a minute."""
+    job = finished(tmp_path, "accuracy", num_documents=4, depth=None, seeds=[0, 1])
+    read: list[Path] = []
+
+    def counted(path: Path, *rest: Any) -> Any:
+        read.append(path)
+        return read_json(path, *rest)
+
+    monkeypatch.setattr("dist_mem.studies.cells.read_json", counted)
+    to_markdown(job.study, job.runs, {})
+    to_csv(job.study, job.runs, [])
+    assert len(read) == len(set(read)) == len(job.runs)
+    keep_result(job.runs[0], "first", {"value": 0.75, "step": 8})
+    assert read_result(job.runs[0], "first") == {"value": 0.75, "step": 8}
 
 
 def test_accuracy_by_depth_is_drawn_where_depths_are_known(tmp_path: Path) -> None:
