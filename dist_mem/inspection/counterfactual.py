@@ -9,6 +9,8 @@ Shape letters: N tokens of the document, P passages, T segment.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -54,7 +56,8 @@ class MostHarmful(NamedTuple):
     rise: Tensor  # (N,) float32, nats; negative if every removal helps
 
 
-class Counterfactual(NamedTuple):
+@dataclass(frozen=True)
+class Counterfactual:
     """The document without passages of it, each segment of which some passage was in the memory."""
 
     num_tokens: int
@@ -75,16 +78,24 @@ class Counterfactual(NamedTuple):
 
     def passages(self) -> list[TokenSpan]:
         """Return every passage that was removed, in order."""
-        return sorted({passage for removal in self.removals for passage in removal.passages})
+        return sorted(self._rises)
 
     def without(self, passage: TokenSpan) -> Tensor:
         """Return by how much each token's loss rises without a passage, (N,) float32; nan where it was not removed."""
         rise = torch.full((self.num_tokens,), torch.nan)
-        for removal in self.removals:
-            if passage in removal.passages:
-                here = slice(removal.first, removal.first + removal.rise.shape[1])
-                rise[here] = removal.rise[removal.passages.index(passage), : len(rise[here])]
+        for first, of_segment in self._rises.get(passage, ()):
+            here = rise[first : first + len(of_segment)]
+            here[:] = of_segment[: len(here)]
         return rise
+
+    @cached_property
+    def _rises(self) -> dict[TokenSpan, list[tuple[int, Tensor]]]:
+        """The segments that were read without a passage: position of the first target, and rises, (T,)."""
+        found: dict[TokenSpan, list[tuple[int, Tensor]]] = {}
+        for first, passages, rises in self.removals:
+            for passage, rise in zip(passages, rises, strict=True):
+                found.setdefault(passage, []).append((first, rise))
+        return found
 
 
 @torch.no_grad()

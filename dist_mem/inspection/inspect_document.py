@@ -32,7 +32,7 @@ from dist_mem.evaluation.report_names import FOLDER, ReportName, digest_part, jo
 from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import Aggregates, aggregate, word_gains
 from dist_mem.inspection.content import content_of
-from dist_mem.inspection.counterfactual import Counterfactual, TokenSpan, check_forgets, remove_passages
+from dist_mem.inspection.counterfactual import Counterfactual, MostHarmful, TokenSpan, check_forgets, remove_passages
 from dist_mem.inspection.reading import DocumentReading, read_document
 from dist_mem.inspection.request import InspectionRequest, InspectionSubject, open_other, open_subject, settings_of
 from dist_mem.inspection.terminal_view import (
@@ -193,7 +193,8 @@ def _show(
 
 
 def _show_top(reading: DocumentReading, removed: Counterfactual | None, gain: Tensor, aggregates: Aggregates) -> None:
-    reasons = [_reason(reading, removed, each.word, gain) for each in aggregates.top]
+    needed = None if removed is None else removed.most_harmful()
+    reasons = [_reason(reading, needed, each.word, gain) for each in aggregates.top]
     print(top_table(aggregates.top, reading.pieces, reasons, is_removed=removed is not None))
 
 
@@ -207,14 +208,12 @@ def _largest(gain: Tensor) -> TokenSpan:
 
 
 def _reason(
-    reading: DocumentReading, removed: Counterfactual | None, word: TextWord, gain: Tensor
+    reading: DocumentReading, needed: MostHarmful | None, word: TextWord, gain: Tensor
 ) -> tuple[TokenSpan, float] | None:
     """Return the passage that a word needs most, and its nats; without a search, the one it read most, and its mass."""
     position = word.first + int(gain[word.first : word.end].argmax())
-    if removed is not None:
-        needed = removed.most_harmful()
-        if not needed.rise[position].isnan():
-            return TokenSpan(int(needed.begin[position]), int(needed.end[position])), float(needed.rise[position])
+    if needed is not None and not needed.rise[position].isnan():
+        return TokenSpan(int(needed.begin[position]), int(needed.end[position])), float(needed.rise[position])
     looked = [found for layer in reading.layers for kind, found in layer.items() if kind != SUMMARY]
     most = max(looked, key=lambda found: float(found.shares[position, 0]), default=None)
     if most is None or not most.shares[position, 0]:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dist_mem.errors import EXIT_FAILED, EXIT_USAGE
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.inspection import inspect_document
 from dist_mem.inspection.aggregates import aggregate
+from dist_mem.inspection.content import passages_content
 from dist_mem.inspection.counterfactual import Counterfactual, Removals, TokenSpan, remove_passages
 from dist_mem.inspection.reading import text_document
 from dist_mem.inspection.request import InspectionRequest, InspectionSubject
@@ -179,11 +181,24 @@ def test_losses_that_are_not_finite_are_refused(
 
 
 def test_the_table_of_passages_holds_the_columns_of_its_lines_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It held a value per token for every passage: 42 GB for a book of 580,000 tokens."""
+    """It held a value per token for every passage: 42 GB for a book of 580,000 tokens.
+
+    It also went through all removals for each of them, and once more for each of the largest gains.
+    """
+
+    class CountedList(list[Removals]):
+        times = 0
+
+        def __iter__(self) -> Iterator[Removals]:
+            self.times += 1
+            return super().__iter__()
+
     num_passages, seg_len = 60, 8
     passages = [TokenSpan(begin * seg_len, (begin + 1) * seg_len) for begin in range(num_passages)]
     rises = torch.rand(num_passages, seg_len, generator=torch.Generator().manual_seed(5))
-    removals = [Removals(passage.end, [passage], rise[None]) for passage, rise in zip(passages, rises, strict=True)]
+    removals = CountedList(
+        Removals(end, [TokenSpan(begin, end)], rise[None]) for (begin, end), rise in zip(passages, rises, strict=True)
+    )
     num_tokens = (num_passages + 1) * seg_len
     columns: list[weakref.ref[torch.Tensor]] = []
     num_held, without = [0], Counterfactual.without
@@ -196,7 +211,10 @@ def test_the_table_of_passages_holds_the_columns_of_its_lines_only(monkeypatch: 
 
     monkeypatch.setattr(Counterfactual, "without", counted)
     pieces = [" a"] * num_tokens
-    lines = passages_table(Counterfactual(num_tokens, removals), words_of(pieces), pieces)
+    removed = Counterfactual(num_tokens, removals)
+    lines = passages_table(removed, words_of(pieces), pieces)
+    assert len(passages_content(removed)["removed"]) == num_passages
+    assert removals.times == 2, "by passage, and for the passage that each token needs"
     assert max(num_held) <= PASSAGES + 2
     largest = [passages[place] for place in rises.double().sum(dim=1).argsort(descending=True)[:PASSAGES].tolist()]
     assert [line.split()[0] for line in lines[1:]] == [f"{passage.begin}:{passage.end}" for passage in largest]
