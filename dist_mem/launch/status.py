@@ -88,7 +88,8 @@ def check_run_dir(run_dir: Path) -> None:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in _MARKERS)
+    is_study = (folder / "slurm" / "runs.txt").exists()  # of version 0.1.0; its runs are in folders of their own
+    return not is_study and any((folder / name).exists() for name in _MARKERS)
 
 
 def _runs_in(folder: Path) -> list[Path]:

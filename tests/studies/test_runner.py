@@ -332,6 +332,7 @@ def test_the_status_of_a_submitted_study_is_that_of_its_runs(
     runs = [f"out/runs/{row}-seed0" for row in ("none", "xl")]
     for run in runs:
         (here / run / "slurm").mkdir(parents=True)
+    shutil.copytree(here / "out" / "array", here / "out" / "slurm")  # where version 0.1.0 kept it
     capsys.readouterr()
     assert show_status([Path("out")], as_json=True) == EXIT_DONE
     assert [json.loads(line)["run"] for line in capsys.readouterr().out.splitlines()] == runs
