@@ -47,22 +47,22 @@ class CheckedRow(NamedTuple):
     settings: Settings
 
 
-def check(study: Study, *, rows: Sequence[str], seeds: Sequence[int], ranks: int, extra: list[str]) -> int:
+def check(study: Study, *, rows: Sequence[str], ranks: int, extra: list[str]) -> int:
     """Print the resolved settings, every row as soon as it is checked. Returns the exit code: 2 if one cannot be run.
 
     Args:
         rows: empty: all.
     """
-    _print_beginning(study, seeds or study.seeds)
+    _print_beginning(study)
     requested = [one for row in rows for one in rows_behind(study, row)]
     apply_budget(study, lambda words: load_config([*words, *extra], memory_options=memory_options))
     checked, refused = [], []
-    for run in _representatives(study, seeds or study.seeds, requested):
+    for run in _representatives(study, requested):
         try:
             checked.append(_resolve(study, run, extra))
         except UnusableError as error:
             refused.append(str(error))
-    checked = [one for one in checked if one.run.seed == (seeds or study.seeds)[0]]
+    checked = [one for one in checked if one.run.seed == study.seeds[0]]
     shared = _shared_settings(one.settings for one in checked)
     _print_settings(shared)
     _print_points(study, checked, shared)
@@ -101,7 +101,7 @@ def check_rows(study: Study, extra: Sequence[str], rows: Sequence[str] = ()) -> 
     Raises:
         UnusableError: for the first row that cannot be run; nothing is allocated or started.
     """
-    for run in _representatives(study, study.seeds, rows):
+    for run in _representatives(study, rows):
         _check_further(study, _resolve(study, run, extra), extra)
 
 
@@ -113,9 +113,9 @@ def check_trials(job: StudyCall) -> None:
         _resolve(trials.study, run, extra)
 
 
-def _representatives(study: Study, seeds: Sequence[int], rows: Sequence[str]) -> list[CellRun]:
+def _representatives(study: Study, rows: Sequence[str]) -> list[CellRun]:
     """Return the runs whose check is that of all: every row with the first seed, and one row with the others."""
-    first, *others = seeds
+    first, *others = study.seeds
     chosen = rows or list(study.trained_rows)
     return all_runs(study, Path(), [first], chosen) + (all_runs(study, Path(), others, chosen[:1]) if others else [])
 
@@ -155,10 +155,10 @@ def _title(study: Study, run: CellRun) -> str:
     return f"{study.path}: row {run.row}{f' at {run.point}' if run.point else ''}"
 
 
-def _print_beginning(study: Study, seeds: Sequence[int]) -> None:
+def _print_beginning(study: Study) -> None:
     about = f"scale {study.scale}: {study.about}" if study.scale else study.about
     print(f"{study.title}\n{study.source}\n{about}\n")
-    print(f"every row: {' '.join(study.train)}\nseeds: {', '.join(map(str, seeds))}", flush=True)
+    print(f"every row: {' '.join(study.train)}\nseeds: {', '.join(map(str, study.seeds))}", flush=True)
 
 
 def _is_built(data: DataConfig) -> bool:

@@ -106,7 +106,8 @@ def run(asked: StudyRequest) -> int:
     if asked.command == "arena" and not study.budget:
         raise UnusableError(f"{study.path} has no budget: give one, or compare its rows by `dist-mem sweep`")
     check_words(extra)
-    check_seeds(study, asked.seeds, f"{study.path}: ")
+    study.seeds = [*asked.seeds] or study.seeds
+    check_seeds(study, f"{study.path}: ")
     known = shown_rows(study)
     unknown = [row for row in asked.rows if row not in known]
     if unknown:
@@ -115,11 +116,11 @@ def run(asked: StudyRequest) -> int:
         raise UnusableError(f"{unknown[0]!r} is not a row of {study.name}{at}{close}; rows are{list_names(known)}")
     out = asked.out or Path("runs") / asked.command / ".".join(filter(None, (study.name, study.scale)))
     requested = [one for row in asked.rows for one in rows_behind(study, row)]
-    runs = all_runs(study, out, asked.seeds, requested)
+    runs = all_runs(study, out, rows=requested)
     if study.tune.grid or study.tune.rows:
         check_trials(StudyCall(study, out, runs, asked.ranks, extra, StopSignal([])))
     if asked.check:
-        return check(study, rows=asked.rows, seeds=asked.seeds, ranks=asked.ranks, extra=extra)
+        return check(study, rows=asked.rows, ranks=asked.ranks, extra=extra)
     if not study.budget:
         check_rows(study, extra, requested)  # what is refused leaves no folder behind
     with hold_folder(out, str(out)), StopSignal() as signal:

@@ -477,15 +477,15 @@ def _check_tune(study: Study, where: str) -> None:
         raise UnusableError(f"{where}tune.budget has {unknown[0]!r}, which the budget of the study has not")
     _check_amounts(tune.budget, f"{where}tune.budget")
     _check_numbers(tune.seeds, f"{where}tune.seeds")
-    check_seeds(study, study.seeds, where)
+    check_seeds(study, where)
 
 
-def check_seeds(study: Study, seeds: Sequence[int], where: str) -> None:
+def check_seeds(study: Study, where: str) -> None:
     """Raise UnusableError if settings are chosen on a seed of the table, which the best of several owes a part to."""
-    if (study.tune.grid or study.tune.rows) and (both := sorted({*seeds} & {*study.tune.seeds})):
+    if (study.tune.grid or study.tune.rows) and (both := sorted({*study.seeds} & {*study.tune.seeds})):
         raise UnusableError(
             f"{where}tune.seeds has {both[0]}, which is also a seed of the table: the settings that are best there owe "
-            f"a part to that seed; give trials seeds of their own, as [{max(*seeds, *study.tune.seeds) + 1}]"
+            f"a part to that seed; give trials seeds of their own, as [{max(*study.seeds, *study.tune.seeds) + 1}]"
         )
 
 

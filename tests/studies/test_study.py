@@ -262,7 +262,7 @@ def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(
         of_xl = row.startswith("transformer_xl")
         assert abs(found["state_bytes_per_lane"] - (4_096 if of_xl else 0)) <= 8 * 16 * 4 * 2 / 2 + 2 * 8  # 8 rows
     again = load(tmp_path, ARENA, train=SIZES, budget=wanted, fit=fit)
-    assert check(again, rows=(), seeds=(), ranks=1, extra=[]) == EXIT_DONE
+    assert check(again, rows=(), ranks=1, extra=[]) == EXIT_DONE
     printed = capsys.readouterr().out
     assert [row for row, cost in costs.items() if f" steps={cost.steps}" not in printed] == []
     words = ROWS["none"]
@@ -575,7 +575,7 @@ def test_check_shows_a_row_before_it_checks_the_next(own: Path, monkeypatch: pyt
     pipe, seen = own / "pipe", list[str]()
     monkeypatch.setattr("dist_mem.studies.row_check.check_model", lambda _: seen.append(pipe.read_text()))
     with pipe.open("w", buffering=1 << 20) as stream, redirect_stdout(stream):
-        assert check(load_study("my/mine.yaml", "paper"), rows=[], seeds=[0], ranks=1, extra=[]) == EXIT_DONE
+        assert check(load_study("my/mine.yaml", "paper"), rows=[], ranks=1, extra=[]) == EXIT_DONE
     assert ["\nnone: " in text for text in seen] == [False, True]
 
 
