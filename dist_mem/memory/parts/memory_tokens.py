@@ -77,6 +77,9 @@ class MemoryTokenAttention(RelativeProjections):
         """
         num_tokens, cache_len, num_rows = self.num_tokens, cache.shape[1], x.shape[1]
         seg_len = num_rows - num_tokens - self.num_after
+        is_real = torch.arange(seg_len, device=x.device) < valid_len[:, None]
+        if self.convolution is not None:  # whose rows after the padding would see it
+            x = torch.where(F.pad(is_real, (num_tokens, self.num_after), value=True)[..., None], x, 0.0)
         query, key, value = self.project_heads(x, cache, visible_keys(cache_valid, num_rows, same_length=False))
         table = self.position_keys(x, num_keys=key.shape[2])
         biases = {"content_bias": self.content_bias, "position_bias": self.position_bias}
@@ -95,7 +98,6 @@ class MemoryTokenAttention(RelativeProjections):
         parts.append(attended)
         written = None
         if self.num_after:
-            is_real = torch.arange(seg_len, device=x.device) < valid_len[:, None]
             after = rows.part(slice(num_tokens + seg_len, num_rows), slice(begin, key.shape[2]))
             found, shares = self.read_block(after, right, torch.cat([*shown, is_real, shown[1]], dim=1))
             parts.append(found)
