@@ -265,13 +265,16 @@ class Infini(Inspectable):
 
     @torch.no_grad()
     def inspect(self, x: Tensor, state: InfiniState, valid_len: Tensor, trace: Tensor | None = None) -> Inspection:
-        """Return the attention to the segment, and the gate's share as the weight of one row for all the past."""
+        """Return the attention to the segment, and the gate's share as the weight of one row for all the past.
+
+        A negative share, of `gate: tanh`, counts by its size.
+        """
         weights = self.attend(x, weights=True).weights
         assert weights is not None
         share = self.gate(state).to(weights.dtype)
         num_tokens = tokens_read(trace, valid_len)
         rows = {
-            "summary": summary_rows(share.expand(*weights.shape[:3], 1), num_tokens),
+            "summary": summary_rows(share.abs().expand(*weights.shape[:3], 1), num_tokens),
             "segment": segment_rows((1.0 - share) * weights, valid_len),
         }
         return Inspection(of_tokens(rows), trace=num_tokens + valid_len)

@@ -75,7 +75,10 @@ class RetrievedRows(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """How much each query reads of each row; 1 in all, or less where the gate meets an empty memory."""
+    """How much each query reads of each row; 1 in all, or less where the gate meets an empty memory.
+
+    A negative share of the stored rows, of `gate: tanh`, counts by its size, so that there is more than 1 in all.
+    """
 
     cached: Tensor  # (H, B, T, W)
     segment: Tensor  # (H, B, T, T)
@@ -139,7 +142,7 @@ class StoredReading:
         stored = empty.scatter(3, found.nearest, found.weights).transpose(0, 1)
         gate = found.share.to(local.dtype)
         cached, segment = ((1.0 - gate) * local).tensor_split([cache_len], dim=-1)
-        return Weights(cached, segment, gate * stored)
+        return Weights(cached, segment, gate.abs() * stored)
 
 
 def mix(local: Tensor, found: RetrievedRows) -> Tensor:

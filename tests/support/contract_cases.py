@@ -42,9 +42,9 @@ CASES: dict[str, dict[str, Any]] = {
     "rmt, convolution": small_block("rmt", kernel=3),
     "rmt, cache, wide convolution": small_block("rmt", mem_len=SEG_LEN - 1, read_cache=True, kernel=SEG_LEN + 3),
     "infini, convolution": small_block("infini", kernel=3),
-    "infini over causal": small_block("infini", over={"kind": "causal"}, gate="tanh", gate_init=0.5),
+    "infini over causal": small_block("infini", over={"kind": "causal"}, gate="tanh", gate_init=-0.5),
     "memorizing, convolution": small_block("memorizing", kernel=SEG_LEN + 3),
-    "memorizing over causal": small_block("memorizing", over={"kind": "causal"}, gate="tanh", gate_init=0.5),
+    "memorizing over causal": small_block("memorizing", over={"kind": "causal"}, gate="tanh", gate_init=-0.5),
     "block_recurrent, convolution": small_block("block_recurrent", kernel=3),
     "block_recurrent, one window, convolution": small_block("block_recurrent", window=None, kernel=SEG_LEN + 3),
     "infinite over transformer_xl, convolution": small_block(
