@@ -444,19 +444,8 @@ def _meta_rule(
     return _empty_contiguous(value), _empty_contiguous(matrix), total, scores, solved
 
 
-def _meta_rule_backward(
-    of_read: Tensor,
-    of_new: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor | None,
-    matrix: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    to_beta = query.new_empty(0) if beta is None else _empty_contiguous(beta)
-    return *map(_empty_contiguous, (query, key, value, decay)), to_beta, _empty_contiguous(matrix)
+def _meta_rule_backward(of_read: Tensor, of_new: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(of_read.new_empty(0) if part is None else _empty_contiguous(part) for part in inputs[:6])
 
 
 def _empty_contiguous(like: Tensor) -> Tensor:
