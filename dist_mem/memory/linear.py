@@ -55,6 +55,7 @@ from dist_mem.nn.convolution import convolve, draw_taps, newest_of_both
 from dist_mem.nn.kernel_shapes import device_type_of
 from dist_mem.nn.layers import Dropout, Projection, split_heads
 from dist_mem.nn.norms import ExactNorm, input_norm
+from dist_mem.nn.unit_attention import unit
 
 
 class LinearState(NamedTuple):
@@ -386,7 +387,7 @@ class LinearMemory(Beside):
         """Return queries or keys (B, T, G K) for the heads that share them, (B, H, T, K)."""
         heads = rows.to(dtype).unflatten(-1, (self.key_heads, -1)).transpose(1, 2)
         if self.options.unit_keys:
-            heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
+            heads = unit(heads)
         return heads.repeat_interleave(self.num_heads // self.key_heads, dim=1)
 
     @staticmethod

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dist_mem.nn.convolution import Tail, short_convolution
 from dist_mem.nn.layers import Dropout, Projection
 from dist_mem.nn.norms import ExactNorm
-from dist_mem.nn.unit_attention import NUM_BUCKETS, buckets
+from dist_mem.nn.unit_attention import NUM_BUCKETS, buckets, unit
 
 NOTHING = -1000.0  # the score of a row of zeros that everything sees: what sees nothing else reads 0
 
@@ -51,7 +51,9 @@ class CellHeads(nn.Module):
         heads = projected.unflatten(-1, (4 * self.num_heads, -1)).transpose(1, 2)
         key, value, query, cross_query = heads.chunk(4, dim=1)
         scale, cross_scale = (part.abs()[:, None, None] for part in (self.scale, self.cross_scale))
-        return CellRows(unit(key), value, unit(query, scale), unit(cross_query, cross_scale), query)
+        asking = (unit(rows) * by for rows, by in ((query, scale), (cross_query, cross_scale)))
+        units = [rows.to(key.dtype) for rows in (unit(key), *asking)]
+        return CellRows(units[0], value, units[1], units[2], query)
 
 
 class TokenHeads(CellHeads):
@@ -169,12 +171,6 @@ class StateUpdate(nn.Module):
 
     def gates(self) -> list[Gate]:
         return [part for part in self.children() if isinstance(part, Gate)]
-
-
-def unit(rows: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    """Divide rows (B, H, T, K) by their length, in float32 or wider, and multiply by a scale of each head."""
-    exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    return (exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + 1e-6) * scale).to(rows.dtype)
 
 
 def by_key(bias: Tensor, num_queries: int) -> Tensor:
