@@ -22,7 +22,6 @@ W features, V = D / H.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,11 +32,11 @@ from torch import Tensor, nn
 from dist_mem.config.keys import TOKENS, WIDTH, key
 from dist_mem.memory.base import (
     Evicted,
-    Inspectable,
     LayerSpec,
     MemoryOutput,
     MemoryState,
     Opened,
+    OverMemory,
     Places,
     Stem,
     StepOutput,
@@ -86,11 +85,12 @@ class RowsAfter(Stem):
         return rows[:, :seg_len], state
 
 
-class AssociativeMemory(Inspectable):
+class AssociativeMemory(OverMemory):
     """A matrix that all rows read, and that the rows after the segment are written into."""
 
     title = "Associative Recurrent Memory Transformer"
     carries_gradient = True
+    over: NoMemory
     no_forget: ClassVar[str] = "its matrix is a sum over memory rows, in which a passage has no rows of its own"
 
     @dataclass
@@ -107,7 +107,7 @@ class AssociativeMemory(Inspectable):
         variant: str = key("published", choices=("published", "first_release", "paper"))
 
     def __init__(self, spec: LayerSpec, options: Options, over: NoMemory) -> None:
-        super().__init__(spec, options)
+        super().__init__(spec, options, over)
         if not isinstance(over, NoMemory):
             raise ValueError(
                 f"memory.over is {type(over).__module__.rpartition('.')[2]}, but beside the matrix of armt nothing is "
@@ -122,7 +122,6 @@ class AssociativeMemory(Inspectable):
                 )
         if options.nu >= (most := 2 * options.d_key // options.num_heads):
             raise ValueError(f"memory.nu is {options.nu}, but must be less than 2 d_key / num_heads = {most}")
-        self.over = over
         self.num_after = options.num_tokens
         self.query, self.key = Projection(spec.d_model, options.d_key), Projection(spec.d_model, options.d_key)
         self.value = Projection(spec.d_model, spec.d_model)
@@ -134,21 +133,14 @@ class AssociativeMemory(Inspectable):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        self.over.reset_parameters()
+        super().reset_parameters()
         if not self.value.weight.is_meta:
             self.value.weight.mul_(self.options.value_init)
-
-    def tie_parameters(self, first: Any) -> None:
-        self.over.tie_parameters(first.over)
 
     @property
     def norm(self) -> nn.Module:
         """The layer norm of the memory below, as a memory over this one finds it."""
         return self.over.norm
-
-    @property
-    def model_keys(self) -> Collection[str]:
-        return self.over.model_keys
 
     @property
     def min_seg_len(self) -> int:

@@ -274,6 +274,31 @@ class Inspectable(Memory):
         raise NotImplementedError(f"{type(self).__name__} cannot forget a passage: {self.no_forget}")
 
 
+class OverMemory(Inspectable):
+    """A memory that may be built over another one, `over`, to which it passes on what concerns parameters."""
+
+    over: Any  # the memory below; None: there is none
+
+    def __init__(self, spec: LayerSpec, options: Any, over: Memory | None = None) -> None:
+        super().__init__(spec, options)
+        self.over = over
+
+    @property
+    def model_keys(self) -> Collection[str]:
+        return () if self.over is None else self.over.model_keys
+
+    def reset_parameters(self) -> None:
+        if self.over is not None:
+            self.over.reset_parameters()
+
+    def tie_parameters(self, first: Any) -> None:
+        if self.over is not None:
+            self.over.tie_parameters(first.over)
+
+    def auxiliary_parameters(self) -> list[nn.Parameter]:
+        return [] if self.over is None else self.over.auxiliary_parameters()
+
+
 def describe_back_ends(model: nn.Module, device_type: str, dtype: torch.dtype) -> list[str]:
     """Return one line for each back end that memories of the model use, and why; see `Memory.back_end`."""
     memories = [memory for memory in model.modules() if isinstance(memory, Memory)]

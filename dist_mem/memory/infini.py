@@ -16,7 +16,6 @@ Shape letters: B lanes, T segment, D model, H heads, G heads of keys, K head wid
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.config.keys import key
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, Opened, Places, StepOutput
-from dist_mem.memory.none import EmptyState, attention_below
+from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, Opened, OverMemory, Places, StepOutput
+from dist_mem.memory.none import EmptyState, NoMemory, attention_below
 from dist_mem.memory.parts import fused_matrix
 from dist_mem.memory.parts.fused_rows import mix_rows
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, segment_rows, summary_rows, tokens_read
@@ -100,7 +99,7 @@ class SegmentAttention(AttentionLayer):
         return split_heads(attend(rotate(query, own), pairs, segment, places), self.num_heads)
 
 
-class Infini(Inspectable):
+class Infini(OverMemory):
     """Attention within the segment, mixed with a reading of all earlier segments by a gate per head."""
 
     title = "Infini-attention"
@@ -110,6 +109,7 @@ class Infini(Inspectable):
     can_step = True
 
     computes = "matrix memory"
+    over: NoMemory | None
     no_forget: ClassVar[str] = "its matrix is a sum over all tokens, in which a passage has no rows of its own"
 
     @dataclass
@@ -126,8 +126,7 @@ class Infini(Inspectable):
         kernel: int | None = key(None, at_least=1, at_most=64)
 
     def __init__(self, spec: LayerSpec, options: Options, over: Memory | None = None) -> None:
-        super().__init__(spec, options)
-        self.over = attention_below(over, options, spec, kind="infini")
+        super().__init__(spec, options, attention_below(over, options, spec, kind="infini"))
         self.key_heads = spec.num_heads
         if self.over is None:
             self.norm = input_norm(spec)
@@ -138,14 +137,9 @@ class Infini(Inspectable):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        if self.over is not None:
-            self.over.reset_parameters()
+        super().reset_parameters()
         if not self.beta.is_meta:
             self.beta.fill_(self.options.gate_init)
-
-    @property
-    def model_keys(self) -> Collection[str]:
-        return () if self.over is None else self.over.model_keys
 
     @classmethod
     def title_of(cls, options: Options) -> str:

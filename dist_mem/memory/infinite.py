@@ -19,16 +19,14 @@ functions, D model, H heads, K head width.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dist_mem.memory.base import (
     Count,
-    Memory,
     MemoryOutput,
     Opened,
     Places,
@@ -76,20 +74,9 @@ class Infinite(Signal):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        self.over.reset_parameters()
+        super().reset_parameters()
         if self.options.output_init != 1.0 and not self.output.weight.is_meta:
             self.output.weight.mul_(self.options.output_init)
-
-    def tie_parameters(self, first: Memory) -> None:
-        assert isinstance(first, Infinite)
-        self.over.tie_parameters(first.over)
-
-    def auxiliary_parameters(self) -> list[nn.Parameter]:
-        return self.over.auxiliary_parameters()
-
-    @property
-    def model_keys(self) -> Collection[str]:
-        return self.over.model_keys
 
     @property
     def num_rows(self) -> int:

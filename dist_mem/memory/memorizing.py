@@ -29,11 +29,11 @@ from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory.base import (
     Count,
     Evicted,
-    Inspectable,
     LayerSpec,
     Memory,
     MemoryOutput,
     Opened,
+    OverMemory,
     Places,
     StepOutput,
     exactly,
@@ -234,10 +234,11 @@ class GatedAttention(StoredReading, UnitAttention):
         return CachedRows(state.cached_keys, state.cached_values, valid)
 
 
-class Memorizing(Inspectable):
+class Memorizing(OverMemory):
     """Attention to the segment and its cache, mixed with the nearest of many stored keys and values."""
 
     title = "Memorizing Transformer"
+    over: NoMemory | None
     is_store = True
     min_seg_len = 1
     can_step = True
@@ -266,8 +267,7 @@ class Memorizing(Inspectable):
         kernel: int | None = key(None, at_least=1, at_most=64)
 
     def __init__(self, spec: LayerSpec, options: Options, over: Memory | None = None) -> None:
-        super().__init__(spec, options)
-        self.over = attention_below(over, options, spec, kind="memorizing")
+        super().__init__(spec, options, attention_below(over, options, spec, kind="memorizing"))
         own = (("cache_len", "null", (None, 0)), ("positions", "t5", ("t5",)), ("sees_itself", "true", (True,)))
         for name, unused, values in own:
             if self.over is not None and (given := getattr(options, name)) not in values:
@@ -305,8 +305,7 @@ class Memorizing(Inspectable):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        if self.over is not None:
-            self.over.reset_parameters()
+        super().reset_parameters()
         if not self.attention.gate.is_meta:
             self.attention.gate.fill_(self.options.gate_init)
             self.attention.scale.fill_(self.options.scale_init)

@@ -19,7 +19,6 @@ Shape letters: B lanes, T segment, M memory rows, R = T + 2M, D model, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, key
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
+from dist_mem.memory.base import Evicted, LayerSpec, MemoryOutput, Opened, OverMemory, Places, StepOutput
 from dist_mem.memory.none import EmptyState, NoMemory
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, segment_rows, summary_rows, tokens_read
 from dist_mem.memory.rmt import MemoryTokens, TokensState
@@ -53,11 +52,12 @@ class PlacedTokens(MemoryTokens):
         return torch.cat([before, x, after], dim=1), state
 
 
-class RecurrentRows(Inspectable):
+class RecurrentRows(OverMemory):
     """The model's own attention over the segment and the memory rows around it."""
 
     title = "RMT over pretrained models"
     carries_gradient = True
+    over: NoMemory
     no_forget: ClassVar[str] = "its memory rows summarise all earlier segments, and none of them is a passage's own"
 
     @dataclass
@@ -68,7 +68,7 @@ class RecurrentRows(Inspectable):
         init_std: float = key(0.02, above=0)  # of the first rows; published: that of the embedding, 0.14 in GPT-2
 
     def __init__(self, spec: LayerSpec, options: Options, over: NoMemory) -> None:
-        super().__init__(spec, options)
+        super().__init__(spec, options, over)
         if not isinstance(over, NoMemory):
             raise ValueError(
                 f"memory.over is {type(over).__module__.rpartition('.')[2]}, but memory rows are rows of attention "
@@ -79,27 +79,16 @@ class RecurrentRows(Inspectable):
                 "model.rope.kind is dynamic, whose angles depend on the number of rows, and memory.kind rmt_rows adds "
                 "some: set memory.kind to armt"
             )
-        self.over = over
         self.num_after = options.num_tokens
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         return {"num_tokens": 3, "init_std": 1.0}
 
-    def reset_parameters(self) -> None:
-        self.over.reset_parameters()
-
-    def tie_parameters(self, first: Any) -> None:
-        self.over.tie_parameters(first.over)
-
     @property
     def norm(self) -> nn.Module:
         """The layer norm of the attention, as a memory over this one finds it."""
         return self.over.norm
-
-    @property
-    def model_keys(self) -> Collection[str]:
-        return self.over.model_keys
 
     @property
     def min_seg_len(self) -> int:

@@ -8,7 +8,7 @@ memory reads times that of y; the memory learns once the gate has moved. That is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from dist_mem.memory.base import (
     Count,
-    Inspectable,
     LayerSpec,
     Memory,
     MemoryOutput,
     MemoryState,
     Opened,
+    OverMemory,
     Places,
     Stem,
     StepOutput,
@@ -38,20 +38,19 @@ class OpenLanes(NamedTuple):
     over: Any  # of the memory below
 
 
-class Beside(Inspectable):
+class Beside(OverMemory):
     """Base class: a memory whose options have `over`, None or another memory, and `over_gate_init`.
 
     Its state is a NamedTuple with the field `over`, () without a memory there. `read_own`, `open_own` and `step_own`
     are what `forward`, `open_segment` and `step_rows` are without one.
     """
 
+    over: Memory | None
     reads_evicted = False
     min_seg_len: int = 1
-    model_keys: Collection[str] = ()
 
     def __init__(self, spec: LayerSpec, options: Any, over: Memory | None = None) -> None:
-        super().__init__(spec, options)
-        self.over = over
+        super().__init__(spec, options, over)
         if over is None:
             return
         if type(over.stem()) is not Stem:
@@ -61,22 +60,14 @@ class Beside(Inspectable):
                 "beside it has none: set memory.over.kind to none, causal, transformer_xl or compressive"
             )
         self.over_gate = nn.Parameter(torch.zeros(spec.d_model))
-        self.min_seg_len, self.model_keys, self.evicts_parts = over.min_seg_len, over.model_keys, over.evicts_parts
+        self.min_seg_len, self.evicts_parts = over.min_seg_len, over.evicts_parts
         self.takes_short_first = over.takes_short_first
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        if self.over is not None:
-            self.over.reset_parameters()
-            if not self.over_gate.is_meta:
-                self.over_gate.fill_(self.options.over_gate_init)
-
-    def tie_parameters(self, first: Any) -> None:
-        if self.over is not None:
-            self.over.tie_parameters(first.over)
-
-    def auxiliary_parameters(self) -> list[nn.Parameter]:
-        return [] if self.over is None else self.over.auxiliary_parameters()
+        super().reset_parameters()
+        if self.over is not None and not self.over_gate.is_meta:
+            self.over_gate.fill_(self.options.over_gate_init)
 
     @property
     def evicted_len(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dist_mem.memory.base import Inspectable, LayerSpec, Memory, MemoryState
+from dist_mem.memory.base import LayerSpec, Memory, MemoryState, OverMemory
 from dist_mem.memory.parts import fused_signal
 from dist_mem.memory.parts.basis import Fit, Geometry, evaluate_at, expected_basis, fit_first, fit_matrices
 from dist_mem.memory.parts.boxes import bin_mass, box_histogram, box_masses, box_moments
@@ -85,16 +85,16 @@ def norm_of(memory: Memory) -> nn.Module:
     return norm
 
 
-class Signal(Inspectable):
+class Signal(OverMemory):
     """The parameters of a long-term memory over another one, and what is computed with its signal."""
 
     computes = "signal"
+    over: Memory
 
     def __init__(self, spec: LayerSpec, options: InfiniteOptions, over: Memory) -> None:
-        super().__init__(spec, options)
+        super().__init__(spec, options, over)
         check_options(options)
         width = spec.num_heads * spec.d_head
-        self.over = over
         self.carries_gradient, self.num_after = over.carries_gradient, over.num_after
         self.evicts_parts = over.evicts_parts
         self.takes_short_first = over.takes_short_first  # and then what it evicts is the segment itself
