@@ -153,7 +153,7 @@ def _parse_header(path: Path, entry: str, again: str) -> dict[str, Any]:
     """Return the header, of this format."""
     try:
         header = json.loads(entry)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise UnusableError(f"{path} is damaged (its header is not JSON: {error}): {again}") from error
     found = header.get("format_version") if isinstance(header, dict) else None
     if type(found) is not int:

@@ -110,7 +110,7 @@ def _read_holder(text: str) -> dict[str, Any]:
     """Return the content of a lease; {} while it is being written, or if its writer died in the middle."""
     try:
         holder = json.loads(text)
-    except ValueError:
+    except (RecursionError, ValueError):
         return {}
     return holder if isinstance(holder, dict) else {}
 

@@ -403,7 +403,7 @@ def _decode(line: bytes) -> Entry:
         return Entry(EMPTIED, 0, {})
     try:
         value = json.loads(line)
-    except ValueError:
+    except (RecursionError, ValueError):
         value = None
     if any(_entry("", value)):
         return Entry(DAMAGED, 0, {"line": repr(line[:80])})

@@ -76,7 +76,7 @@ def test_lease_of_a_dead_process_here_is_taken_at_once(tmp_path: Path, text: Cal
     ("text", "age_seconds"),
     [
         *((holder(1, "another-host"), age) for age in ODD_CLOCKS),
-        *((text, 0) for text in ("", '{"host": "x", "pi', "[]")),
+        *((text, 0) for text in ("", '{"host": "x", "pi', "[]", "[" * 10**5)),
         (b"\xff\xfe{", 0),  # of a broken disk: any error but a LeaseError would leave the other ranks waiting
         *((holder(pid), 0) for pid in (0, -1, 1 << 70, "7", None)),
         # In another container of this host, which has numbers of its own; what lives has it touched in time.

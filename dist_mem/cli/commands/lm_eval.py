@@ -73,7 +73,7 @@ def _lengths(text: str) -> list[int]:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ArgumentTypeError(f"{text} is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise ArgumentTypeError(f"""{text} is no object, as '{{"max_seq_lengths": [4096]}}' is""")
