@@ -74,7 +74,7 @@ def products_of_a_recomputation(world: World, run_dir: Path) -> bool:
 def test_a_step_is_computed_again_with_the_products_of_the_training(
     tmp_path: Path, books: Path, rank_pool: Pools
 ) -> None:
-    """On GPUs every metric of a run with train.tf32 differed from the recorded one."""
+    """It multiplied exactly, which on a GPU gives other metrics than the recorded ones of a run with train.tf32."""
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 1, "tf32": True}})
     assert rank_pool(1).run(train_here, config) == [EXIT_DONE]
     assert rank_pool(1).run(products_of_a_recomputation, tmp_path / "run") == [True]

@@ -194,7 +194,7 @@ def test_process_group_belongs_to_the_gpu_of_the_rank(
 
 @pytest.mark.parametrize("tf32", [False, True])
 def test_convolutions_of_a_model_are_as_exact_as_its_products_in_any_process(tf32: bool, flags: None) -> None:
-    """torch allows TF32 for them by default: `load` and `generate` gave other losses on GPUs than `evaluate`."""
+    """torch allows TF32 for them by default, so on a GPU `load` and `generate` rounded them, and `evaluate` did not."""
     torch.backends.cuda.matmul.allow_tf32 = tf32
     cudnn: Any = torch.backends.cudnn
     before, seen = cudnn.conv.fp32_precision, set[str]()
