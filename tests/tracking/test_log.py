@@ -89,7 +89,9 @@ def test_readers_leave_a_torn_last_line_and_the_writer_cuts_it(path: Path) -> No
 def test_a_damaged_line_is_an_entry_of_its_own_and_shifts_no_other(path: Path) -> None:
     entries = [Entry("status", 7, {"status": "KILLED"}), Entry("branch", 8, {"first": 1, "last": 2, "before": 3})]
     lines = [json.dumps(entry._asdict()).encode() for entry in entries]
-    path.write_bytes(path.read_bytes() + b"\n".join([b"\0\0\xff", *lines, b'{"kind": "branch", "ti', b"[" * 10**5, b""]))
+    path.write_bytes(
+        path.read_bytes() + b"\n".join([b"\0\0\xff", *lines, b'{"kind": "branch", "ti', b"[" * 10**5, b""])
+    )
     assert [entry.kind for entry in read_entries(path)] == [DAMAGED, "status", "branch", DAMAGED, DAMAGED]
     assert list(find_entries(path, "branch")) == entries[1:]
 
