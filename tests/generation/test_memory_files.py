@@ -200,6 +200,7 @@ WRONG: list[tuple[str, Callable[[Path], object]]] = [
     ("not a memory file", lambda path: save_file({"a": torch.zeros(1)}, path)),
     ("format_version", lambda path: save_file({"a": torch.zeros(1)}, path, {"dist_mem_memory": "[]"})),
     ("not JSON", lambda path: save_file({}, path, {"dist_mem_memory": "{"})),
+    ("not JSON", lambda path: save_file({}, path, {"dist_mem_memory": "[" * 10**5})),
     ("format_version 2", lambda path: with_header(path, format_version=2)),
     ("format_version 0", lambda path: with_header(path, format_version=0)),
     ("SHA-256", lambda path: with_header(path, texts=[])),

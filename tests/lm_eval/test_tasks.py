@@ -169,7 +169,7 @@ def test_lengths_without_a_number_are_refused(model: Path, capsys: pytest.Captur
 
 
 def test_metadata_that_are_no_object_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text in ("max_seq_lengths", "[4096]"):
+    for text in ("max_seq_lengths", "[4096]", "[" * 10**5):
         with pytest.raises(SystemExit) as ended:
             main(["lm-eval", str(model), "--tasks", "made", "--metadata", text])
         assert ended.value.code == 2
