@@ -18,6 +18,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from dist_mem.data.batch import IGNORE
 from dist_mem.nn.cross_entropy import Weights, compute_logits, full_precision, linear_cross_entropy, row_chunks
@@ -136,6 +137,20 @@ class BinLogits(nn.Module):
         return compute_logits(hidden, weights) if columns is None else linear_cross_entropy(hidden, columns, weights)
 
 
+def few_scored(targets: Tensor) -> Tensor | None:
+    """Return the indices of the rows with a target, at least one, if they are fewer than half of targets (R,).
+
+    Logits of the others, as in a document that ends with one answer, would be computed for nothing. None for all rows,
+    on a GPU, where the host would have to wait for their number, and of tensors without values.
+    """
+    if not targets.is_cpu or is_fake(targets):
+        return None
+    scored = targets != IGNORE
+    if 2 * int(scored.sum()) >= len(targets):
+        return None
+    return scored.nonzero().squeeze(1) if scored.any() else torch.zeros_like(targets[:1])
+
+
 class TokenScores(NamedTuple):
     nll: Tensor  # (B, T) float32 at least, nats; 0 where the target is IGNORE
     hits: Tensor | None  # (B, T) bool, the target is the most probable token; None in training, for speed
@@ -160,13 +175,23 @@ class Softmax(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor) -> TokenScores:
         """Score hidden (B, T, D) against targets (B, T) int64, which are IGNORE where nothing is scored."""
         rows, row_targets = hidden.flatten(0, 1), targets.flatten()
+        chosen = few_scored(row_targets)
+        if chosen is None:
+            nll, hits = self.scores_of(rows, row_targets)
+        else:
+            nll, hits = self.scores_of(rows[chosen], row_targets[chosen])
+            nll = nll.new_zeros(len(rows)).index_copy(0, chosen, nll)
+            hits = hits if hits is None else hits.new_zeros(len(rows)).index_copy(0, chosen, hits)
+        return TokenScores(nll.view_as(targets), hits if hits is None else hits.view_as(targets))
+
+    def scores_of(self, rows: Tensor, targets: Tensor) -> TokenScores:
+        """Score rows (R, D) against targets (R,): (R,) each."""
         if self.training:
-            return TokenScores(self.losses(rows, row_targets).view_as(targets), None)
+            return TokenScores(self.losses(rows, targets), None)
         num_columns = self.spans[0].size + len(self.spans) - 1
-        columns = max(num_columns, *(part.size for part in self.spans))
-        chunks = row_chunks(rows, columns)
-        scores = [self.simple_scores(rows[chunk], row_targets[chunk]) for chunk in chunks]
-        return TokenScores(*(torch.cat(parts).view_as(targets) for parts in zip(*scores, strict=True)))
+        chunks = row_chunks(rows, max(num_columns, *(part.size for part in self.spans)))
+        scores = [self.simple_scores(rows[chunk], targets[chunk]) for chunk in chunks]
+        return TokenScores(*(torch.cat(parts) for parts in zip(*scores, strict=True)))
 
     def losses(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Compute negative log-likelihoods without logits of all rows: rows (R, D), targets (R,) -> (R,)."""

@@ -9,7 +9,7 @@ from dist_mem.data.batch import IGNORE
 from dist_mem.nn import cross_entropy
 from dist_mem.nn.cross_entropy import Weights, compute_logits, full_precision, linear_cross_entropy
 from dist_mem.nn.kernel_shapes import plan_for, planned_card
-from dist_mem.nn.vocabulary import BinLogits, Softmax, adaptive_bins
+from dist_mem.nn.vocabulary import BinLogits, Softmax, adaptive_bins, plain_bin
 
 ROWS, WIDTH, COLUMNS = 13, 8, 21
 every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -121,7 +121,11 @@ def test_chunks_on_a_gpu_take_their_share_of_its_memory(num_rows: int, gibibytes
 
 def adaptive_softmax(dtype: torch.dtype) -> Softmax:
     bins = adaptive_bins(COLUMNS, d_model=WIDTH, d_embed=WIDTH, cutoffs=[6, 11, 17], div_val=2, tie_projections=None)
-    head = Softmax(bins, d_model=WIDTH).to(dtype)
+    return with_weights(Softmax(bins, d_model=WIDTH).to(dtype))
+
+
+def with_weights(head: Softmax) -> Softmax:
+    dtype = next(head.parameters()).dtype
     for index, parameter in enumerate(head.parameters()):
         parameter.data = draw(*parameter.shape, seed=index, dtype=dtype).detach()
     return head
@@ -158,3 +162,25 @@ def test_training_computes_every_bin_on_the_rows_that_need_it() -> None:
         logits.register_forward_pre_hook(record)
     head.losses(draw(4, WIDTH, seed=0), torch.tensor([20, 0, 7, 18]))
     assert sizes == [4, 1 + 1, 0 + 1, 2 + 1]
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True], ids=["softmax", "adaptive"])
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
+def test_rows_without_a_target_take_no_logits_where_most_have_none(is_adaptive: bool, is_training: bool) -> None:
+    plain = Softmax(plain_bin(COLUMNS, d_model=WIDTH, d_embed=WIDTH), d_model=WIDTH)
+    head = (adaptive_softmax(torch.float64) if is_adaptive else with_weights(plain.double())).train(is_training)
+    rows, all_targets = draw(1, ROWS, WIDTH, seed=99, dtype=torch.float64), some_targets().clamp(min=0)
+    inputs, sizes = [rows, *head.parameters()], []
+    head.bins[0].register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    for scored in ([], [3], [0, 5, 12], range(6), range(7), range(ROWS)):
+        targets = torch.full_like(all_targets, IGNORE)
+        targets[[*scored]] = all_targets[[*scored]]
+        expected = head.simple_scores(rows[0], targets)
+        sizes.clear()
+        found = head(rows, targets[None])
+        assert sizes[0] == (max(1, len(scored)) if 2 * len(scored) < ROWS else ROWS)
+        pairs = zip(values_and_gradients(found.nll[0], inputs), values_and_gradients(expected.nll, inputs), strict=True)
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+        if not is_training:
+            assert expected.hits is not None and torch.equal(found.hits[0], expected.hits & (targets != IGNORE))
