@@ -161,11 +161,13 @@ def verify(directory: Path, check: Callable[[Path, str, dict[str, Any]], None] =
 
 
 def first_verified(
-    candidates: Sequence[Path], check: Callable[[Path], dict[str, Any]]
+    find: Callable[[], Sequence[Path]], check: Callable[[Path], dict[str, Any]]
 ) -> tuple[Path, dict[str, Any], list[str]] | None:
     """Return the first checkpoint that verifies, its manifest, and why those before it were passed over.
 
     Args:
+        find: returns the candidates; called again if none verifies, since a running job may have deleted them and saved
+            newer ones meanwhile.
         check: verifies a checkpoint and returns its manifest.
 
     Returns:
@@ -175,16 +177,19 @@ def first_verified(
         NewerFormatError: resuming from another checkpoint would undo the steps of this one.
         CheckpointError: none verifies, and the run must not start over silently.
     """
-    errors: list[CheckpointError] = []
-    for directory in candidates:
-        try:
-            return directory, check(directory), [str(error) for error in errors]
-        except NewerFormatError:
-            raise
-        except CheckpointError as error:
-            errors.append(error)
-    if not errors:
-        return None
+    before, candidates, errors = None, find(), list[CheckpointError]()
+    while candidates != before:
+        errors.clear()
+        for directory in candidates:
+            try:
+                return directory, check(directory), [str(error) for error in errors]
+            except NewerFormatError:
+                raise
+            except CheckpointError as error:
+                errors.append(error)
+        if not errors:
+            return None
+        before, candidates = candidates, find()
     listed = "\n  ".join(map(str, errors))
     may_pass = any(isinstance(error, UnreadableError) for error in errors)
     raise (UnreadableError if may_pass else CheckpointError)(

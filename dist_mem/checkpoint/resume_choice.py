@@ -59,13 +59,18 @@ def choose_checkpoint(
     Raises:
         CheckpointError: on every rank; no checkpoint verifies, or `resume` selects none that can be used.
     """
-    request = decide_on_rank0(lambda: read_or_refuse(lambda: find_candidates(resume, run_dir)))
-    candidates = [path for path in request.candidates if path not in set_aside]
-    found = first_verified(candidates, lambda directory: verify_together(directory, world))
+    requests: list[ResumeRequest] = []
+
+    def find() -> list[Path]:
+        request = decide_on_rank0(lambda: read_or_refuse(lambda: find_candidates(resume, run_dir)))
+        requests.append(request._replace(candidates=[path for path in request.candidates if path not in set_aside]))
+        return requests[-1].candidates
+
+    found = first_verified(find, lambda directory: verify_together(directory, world))
     if found is None:
         return None
-    directory, manifest, reasons = found
-    newer = [path for path in request.run_checkpoints if path.name > directory.name]
+    (directory, manifest, reasons), (candidates, run_checkpoints) = found, requests[-1]
+    newer = [path for path in run_checkpoints if path.name > directory.name]
     skipped = [path for path in candidates[: len(reasons)] if run_of(path).resolve() == run_dir.resolve()]
     return ResumeChoice(directory, manifest, reasons, newer, [path for path in skipped if path not in newer])
 

@@ -81,8 +81,9 @@ def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> tuple[Path, di
             raise CheckpointError(f"{directory}: {error}") from error
         return manifest
 
-    request = read_or_refuse(lambda: find_candidates(config.resume, Path(config.run_dir)))
-    found = first_verified(request.candidates, check)
+    found = first_verified(
+        lambda: read_or_refuse(lambda: find_candidates(config.resume, Path(config.run_dir))).candidates, check
+    )
     if found is None:
         return None
     directory, manifest = found[:2]

@@ -109,8 +109,10 @@ def find_checkpoint_together(path: Path, step: int | None, world: World) -> Chec
     Raises:
         CheckpointError: on every rank; there is none, or it is damaged.
     """
-    candidates = decide_on_rank0(lambda: list_candidates(path, step))
-    found = first_checkpoint(candidates, lambda directory: verify_together(directory, world))
+    found = first_checkpoint(
+        lambda: decide_on_rank0(lambda: list_candidates(path, step)),
+        lambda directory: verify_together(directory, world),
+    )
     for remark in found.remarks if world.rank == 0 else ():
         print(remark, file=sys.stderr)
     return found

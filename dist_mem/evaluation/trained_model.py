@@ -100,7 +100,7 @@ def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    return first_checkpoint(list_candidates(path, step), verify)
+    return first_checkpoint(lambda: list_candidates(path, step), verify)
 
 
 def list_candidates(path: Path, step: int | None) -> Candidates:
@@ -120,20 +120,21 @@ def list_candidates(path: Path, step: int | None) -> Candidates:
     return Candidates([step_dir(path, each) for each in reversed(existing)], is_named=False)
 
 
-def first_checkpoint(candidates: Candidates, check: Callable[[Path], dict[str, Any]]) -> Checkpoint:
+def first_checkpoint(find: Callable[[], Candidates], check: Callable[[Path], dict[str, Any]]) -> Checkpoint:
     """Return the first candidate that verifies.
 
     Args:
+        find: as for `first_verified`.
         check: verifies a directory and returns its manifest.
 
     Raises:
         CheckpointError: none verifies.
     """
-    directory, *_ = candidates.directories
-    if candidates.is_named:
+    (directory, *_), is_named = find()
+    if is_named:
         manifest, reasons = check(directory), list[str]()
     else:
-        found = first_verified(candidates.directories, check)
+        found = first_verified(lambda: find().directories, check)
         assert found is not None, "there are candidates"
         directory, manifest, reasons = found
     run_dir = directory if WEIGHTS in manifest["files"] else run_of(directory)

@@ -108,7 +108,7 @@ def _cursors_before(
     """
     known, cursors = parts[0].step, [START] * plan.num_lanes
     candidates = [step_dir(run_dir, known) for known in reversed(list_steps(run_dir)) if known < step]
-    if found := first_verified(candidates, read_manifest):
+    if found := first_verified(lambda: candidates, read_manifest):
         directory, manifest, _ = found
         check_data(directory, manifest, splits, data)
         known, cursors = manifest["step"], [Cursor(*row) for row in read_cursors(directory, manifest, plan.num_lanes)]

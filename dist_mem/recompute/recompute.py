@@ -57,7 +57,7 @@ def choose_start(run_dir: Path, parts: Sequence[RunPart], step: int, world: Worl
     """
     steps = decide_on_rank0(lambda: read_or_refuse(lambda: list_steps(run_dir)))
     candidates = [step_dir(run_dir, known) for known in reversed(steps) if parts[0].step <= known < step]
-    found = first_verified(candidates, lambda directory: verify_together(directory, world))
+    found = first_verified(lambda: candidates, lambda directory: verify_together(directory, world))
     first = found[1]["step"] if found else 0
     if not found and parts[0].step > 0:
         begins = f"the run begins at step {parts[0].step}, with a checkpoint of another run"

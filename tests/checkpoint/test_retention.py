@@ -2,18 +2,21 @@
 
 import errno
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_mem.checkpoint import retention
-from dist_mem.checkpoint.manifest import list_steps, step_dir
+from dist_mem.checkpoint.manifest import list_steps, step_dir, verify
 from dist_mem.checkpoint.retention import Validation, prune
 from dist_mem.config import CheckpointConfig, ConfigError, load_config
+from dist_mem.errors import CheckpointError
+from dist_mem.evaluation import trained_model
 from tests.support.messages import refused, said
 from tests.support.saving import commit_small, names, newest_verified
 
@@ -134,3 +137,23 @@ def test_a_checkpoint_is_gone_for_readers_before_any_file_of_it_is(
     (message,) = prune(tmp_path, 10, CheckpointConfig(keep_last=1))
     said(message, "deleted", "step-00000005")
     assert names(tmp_path) == ["step-00000010"], "the next save tries again"
+
+
+def test_a_checkpoint_that_the_running_job_deletes_while_it_is_read_gives_way_to_the_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With checkpoint.keep_last=1; the message was that no checkpoint verifies, and to start over."""
+    commit_small(tmp_path, 5)
+
+    def read_slowly(directory: Path) -> dict[str, Any]:
+        if directory.name.endswith("5"):
+            commit_small(tmp_path, 10)
+            shutil.rmtree(directory)
+        return verify(directory)
+
+    monkeypatch.setattr(trained_model, "verify", read_slowly)
+    found = trained_model.find_checkpoint(tmp_path)
+    assert found.directory == step_dir(tmp_path, 10) and found.remarks == []
+    (step_dir(tmp_path, 10) / "content").unlink()
+    with refused(CheckpointError, "no checkpoint verifies", "content: missing"):
+        trained_model.find_checkpoint(tmp_path)

@@ -45,7 +45,7 @@ def commit_small(run_dir: Path, step: int, validation: dict[str, Any] | None = N
 
 def newest_verified(run_dir: Path) -> tuple[Path | None, list[str]]:
     """Return the newest checkpoint of a run that verifies, and why newer ones were not chosen; see `first_verified`."""
-    found = first_verified([step_dir(run_dir, step) for step in reversed(list_steps(run_dir))], verify)
+    found = first_verified(lambda: [step_dir(run_dir, step) for step in reversed(list_steps(run_dir))], verify)
     return (found[0], found[2]) if found else (None, [])
 
 
