@@ -15,7 +15,7 @@ import faulthandler
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -163,57 +163,48 @@ def suspects(
     behind = {one.rank: f"is behind the others: {one.place}" for one in positions if one.beats < foremost}
     if recorded.suspects:
         return {rank: behind.get(rank, why) for rank, why in recorded.suspects.items()}
-    return (
-        behind if len(behind) <= len(nodes) / 2 else {}
-    )  # most ranks wait for something that only a few have received
+    # Else most ranks wait for something that only a few have received.
+    return behind if len(behind) <= len(nodes) / 2 else {}
 
 
 def report(
     positions: Sequence[Position],
     nodes: Sequence[str],
+    suspected: Mapping[int, str],
     *,
     seconds: float,
     folder: Path,
-    recorded: Verdict = NO_VERDICT,
+    recorded: Sequence[str] = (),
     is_read: bool = True,
 ) -> str:
-    """Return the report for the user; arguments as in `suspects`."""
+    """Return the report for the user.
+
+    Args:
+        suspected: found by `suspects`, from the same positions, nodes and `is_read`.
+        recorded: lines of the flight recorder.
+    """
     idle = max(position.idle for position in positions)
     lines = [f"hang: nothing has moved for {idle:.0f} s (watchdog.seconds = {seconds:g})"]
-    found = suspects(positions, nodes, recorded, is_read=is_read)
     reasons: dict[str, list[int]] = defaultdict(list)
-    for rank, why in found.items():
+    for rank, why in suspected.items():
         reasons[why].append(rank)
     for why, ranks in reasons.items():
         noun = "rank" if len(ranks) == 1 else "ranks"
         lines.append(f"suspect: {noun} {_spans(ranks)} ({some(dict.fromkeys(nodes[rank] for rank in ranks))}) {why}")
     if not is_read:
         lines.append(f"{folder} does not answer in time: what the other ranks have written there may name a suspect")
-    elif not found:
+    elif not suspected:
         phases = ", ".join(dict.fromkeys(position.phase for position in positions))
         between = some(dict.fromkeys(nodes))
         lines.append(f"all ranks wait in {phases}: a stuck collective, or the network between {between}")
     places: dict[str, list[int]] = defaultdict(list)
     for position in positions:
-        if position.rank not in found:
+        if position.rank not in suspected:
             places[position.place].append(position.rank)
     lines += [f"  waiting in {place}: rank {_spans(ranks)}" for place, ranks in places.items()]
-    lines += recorded.lines
+    lines += recorded
     lines.append(f"stacks of all threads: {folder}")
     return "\n".join(lines)
-
-
-def note_suspects(
-    run_dir: Path,
-    positions: Sequence[Position],
-    nodes: Sequence[str],
-    recorded: Verdict = NO_VERDICT,
-    *,
-    is_read: bool = True,
-) -> None:
-    """Note the suspected nodes, see `note_failed_nodes`."""
-    named = {nodes[rank]: None for rank in suspects(positions, nodes, recorded, is_read=is_read)}
-    note_failed_nodes(run_dir, named, nodes)
 
 
 def note_failed_nodes(run_dir: Path, names: Collection[str], nodes: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,11 @@ from dist_mem.supervision.hang_report import (
     Position,
     gather_positions,
     gather_seconds,
-    note_suspects,
+    note_failed_nodes,
     refresh,
     report,
     slack,
+    suspects,
     wait_for_report,
     write_position,
 )
@@ -248,24 +249,30 @@ class Watchdog:
             lambda: gather_positions(self._folder, rank=rank, num_ranks=num_ranks), gather_limit
         )
         if positions is None or positions:  # None: the folder does not answer
-            known = positions or [mine]
+            known, is_read = positions or [mine], positions is not None
             limit, what = REPORT_SECONDS + self._slack, "the records of all ranks"
             recorded = call_with_timeout(lambda: flight_recorder.read_verdict(self._folder), limit, what)
             recorded = recorded or flight_recorder.NO_VERDICT
-            is_read = positions is not None
+            suspected = suspects(known, self._nodes, recorded, is_read=is_read)
             text = report(
-                known, self._nodes, seconds=self._seconds, folder=self._folder, recorded=recorded, is_read=is_read
+                known,
+                self._nodes,
+                suspected,
+                seconds=self._seconds,
+                folder=self._folder,
+                recorded=recorded.lines,
+                is_read=is_read,
             )
             print(text, file=sys.stderr, flush=True)
-            call_with_timeout(lambda: self._publish(text, known, recorded, is_read), TICK * 2, "the report")
+            call_with_timeout(lambda: self._publish(text, suspected), TICK * 2, "the report")
         else:  # that rank reads from this process's connections: if this one ended first, it would fail
             left = max(REPORT_SECONDS, deadline - time.monotonic())
             call_with_timeout(lambda: wait_for_report(self._folder, rank=rank, num_ranks=num_ranks, seconds=left), left)
 
-    def _publish(self, text: str, positions: list[Position], recorded: flight_recorder.Verdict, is_read: bool) -> None:
+    def _publish(self, text: str, suspected: Collection[int]) -> None:
         partial = self._folder / f"report.{self._world.rank}.partial"
         partial.write_text(text + "\n", encoding="utf-8")
-        note_suspects(self._run_dir, positions, self._nodes, recorded, is_read=is_read)
+        note_failed_nodes(self._run_dir, dict.fromkeys(self._nodes[rank] for rank in suspected), self._nodes)
         partial.replace(self._folder / "report.txt")  # last: the others end once it exists
 
 

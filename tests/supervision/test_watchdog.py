@@ -27,7 +27,7 @@ from dist_mem.supervision.flight_recorder import read_verdict, save
 from dist_mem.supervision.hang_report import (
     Position,
     gather_positions,
-    note_suspects,
+    note_failed_nodes,
     read_positions,
     report,
     suspects,
@@ -248,7 +248,7 @@ def test_silent_ranks_are_suspected_before_those_that_are_behind() -> None:
 def test_report_is_a_few_lines_for_many_ranks(tmp_path: Path) -> None:
     nodes = [f"node{rank // 8}" for rank in range(512)]
     reported = [Position(rank, nodes[rank], 1, 7, "backward", 90, 600.2) for rank in range(512) if rank != 203]
-    text = report(reported, nodes, seconds=600, folder=tmp_path)
+    text = report(reported, nodes, suspects(reported, nodes), seconds=600, folder=tmp_path)
     assert text.splitlines() == [
         "hang: nothing has moved for 600 s (watchdog.seconds = 600)",
         "suspect: rank 203 (node25) has reported nothing: it is stopped or dead, or its node is",
@@ -260,7 +260,7 @@ def test_report_is_a_few_lines_for_many_ranks(tmp_path: Path) -> None:
 def test_a_failed_node_is_listed_once_and_many_silent_ones_are_not(tmp_path: Path) -> None:
     """Rather the network than half of the nodes; a start without them would be one without most of the job."""
     for missing in ([4, 5, 6, 7], [2, 3], [3], [4]):
-        note_suspects(tmp_path, [position(rank) for rank in range(8) if rank not in missing], NODES)
+        note_failed_nodes(tmp_path, dict.fromkeys(NODES[rank] for rank in missing), NODES)
         assert (tmp_path / "slurm" / "failed_nodes").exists() is (len(missing) < 4)
     assert (tmp_path / "slurm" / "failed_nodes").read_text() == "node1\nnode2\n"
 
@@ -312,14 +312,14 @@ def test_many_files_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_nobody_is_suspected_where_no_file_can_be_read(tmp_path: Path) -> None:
-    text = report([position(0)], NODES, seconds=600, folder=tmp_path, is_read=False)
+    suspected = suspects([position(0)], NODES, is_read=False)
+    text = report([position(0)], NODES, suspected, seconds=600, folder=tmp_path, is_read=False)
     assert text.splitlines()[1:] == [
         f"{tmp_path} does not answer in time: what the other ranks have written there may name a suspect",
         "  waiting in step 7, agreeing: rank 0",
         f"stacks of all threads: {tmp_path}",
     ]
-    note_suspects(tmp_path, [position(0)], [f"node{rank}" for rank in range(2)], is_read=False)
-    assert not (tmp_path / "slurm").exists()
+    assert not suspected
 
 
 def test_a_standing_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -495,7 +495,8 @@ def test_device_that_lags_is_named(reason: str, tmp_path: Path, monkeypatch: pyt
     positions = [Position(rank, f"node{rank}", 1, 7, "agreeing", 90, 600.2) for rank in range(4)]
     nodes = [f"node{rank}" for rank in range(4)]
     assert suspects(positions, nodes) == {}, "the progress marks name nobody"
-    text = report(positions, nodes, seconds=600, folder=tmp_path, recorded=verdict)
+    found = suspects(positions, nodes, verdict)
+    text = report(positions, nodes, found, seconds=600, folder=tmp_path, recorded=verdict.lines)
     assert f"suspect: rank 2 (node2) {reason} collective 41" in text
 
 
