@@ -94,6 +94,8 @@ fi
 [ -z "$snapshot" ] || use_snapshot
 logs=$run_dir/slurm/$SLURM_JOB_ID
 mkdir -p "$logs" || give_up 1
+# Starts without progress count from what the user has submitted, which `dist-mem launch` or nobody has noted yet.
+grep -qs "^$whole $cluster " "$run_dir/slurm/jobs" || rm -f "$run_dir/slurm/stalled"
 note_job "$whole" "$submitted"
 ln -sfn "$(readlink "/proc/$$/fd/1")" "$logs/output" # the log of this script
 ln -sfn "$(readlink "/proc/$$/fd/2")" "$logs/errors" # the same, without --error
@@ -248,7 +250,7 @@ if [ "$(newest)" != "$before" ]; then
 else
   echo x >>"$run_dir/slurm/stalled"
   if [ "$(wc -l <"$run_dir/slurm/stalled")" -ge "$max_stalled" ]; then
-    say "not started again: no new checkpoint in $max_stalled starts; to try again, delete $run_dir/slurm/stalled"
+    say "not started again: no new checkpoint in $max_stalled starts; once the cause is gone, submit it again"
     end_of_chain
     exit "$code"
   fi

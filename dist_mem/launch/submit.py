@@ -58,6 +58,7 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
         print(f"without {', '.join(failed)}: repair these nodes and delete {list_of_them}", file=sys.stderr)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "stalled").unlink(missing_ok=True)  # job.sh counts starts without progress from here
         snapshot = _copy_here(config.launch, folder, make_snapshot)
         write_text(path, script(snapshot))
     except OSError as error:

@@ -119,6 +119,20 @@ def test_new_checkpoint_is_found_where_checkpoints_is_a_link(tmp_path: Path) -> 
     assert code == EXIT_REQUEUE and not (tmp_path / "run" / "slurm" / "stalled").exists(), text
 
 
+@pytest.mark.parametrize(
+    ("noted", "counted"), [("7  now trial RUN\n", 3), ("6  now trial RUN\n77  now trial RUN\n", 1)]
+)
+def test_starts_without_progress_count_from_the_submission_on(noted: str, counted: int, tmp_path: Path) -> None:
+    """A job that was submitted again, once its fault was removed, ended for good after its first preemption."""
+    folder = tmp_path / "run" / "slurm"
+    folder.mkdir(parents=True)
+    (folder / "jobs").write_text(noted)
+    (folder / "stalled").write_text("x\nx\n")
+    code, text = start(tmp_path, {}, EXIT_REQUEUE)
+    assert code == EXIT_REQUEUE and (folder / "stalled").read_text() == "x\n" * counted
+    assert ("no new checkpoint in 3 starts" in text) is (counted == 3)
+
+
 @pytest.mark.parametrize(("variables", "named"), [({"DIST_MEM_RESTART": "requeu"}, "'requeu'"), ({}, "run/STOP")])
 def test_start_that_cannot_do_what_is_wanted_ends_before_its_ranks(
     variables: dict[str, str], named: str, tmp_path: Path

@@ -381,10 +381,12 @@ def test_submission_leaves_out_nodes_that_failed_beside_the_site_s(
     failed = tmp_path / "run" / "slurm" / "failed_nodes"
     failed.parent.mkdir(parents=True)
     failed.write_text("node2\nnode7\nnode2\n")
+    failed.with_name("stalled").write_text("x\n" * 3)
     launch = [f"launch.exclude_failed={str(excludes).lower()}", "launch.directives=['-x node1']"]
     config = load_config(["train.steps=1", f"run_dir={tmp_path}/run", "launch.snapshot=false", *launch])
     assert submit.run(config, [], dry_run=False, make_snapshot=Path.mkdir) == EXIT_DONE
     assert ("--exclude=node2,node7,node1 " in calls(slurm, "sbatch")[0]) is excludes
+    assert not failed.with_name("stalled").exists(), "its starts without a checkpoint count from here"
     printed = capsys.readouterr().err
     if excludes:
         said(printed, "node2, node7", failed)
