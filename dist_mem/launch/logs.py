@@ -1,6 +1,6 @@
 """`dist-mem logs`: print the end of the newest job's logs: of its batch script and of the ranks of each node.
 
-If the watchdog has ended the run, its newest report follows.
+If the watchdog has ended the newest start, its report follows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def run(run_dir: Path, *, num_lines: int, follow: bool, sleep: Callable[[float],
         text, offsets[path] = _end_of(path, num_lines)
         print(f"==> {path} <==\n{text}", flush=True)
     for path in sorted(run_dir.glob("hangs/*/report.txt"))[-1:]:
-        print(f"==> {path} <==\n{read_regular(path).decode(errors='replace')}", flush=True)
+        if _time_of(path) >= _time_of(run_dir / "starts.jsonl"):  # which each start writes
+            print(f"==> {path} <==\n{read_regular(path).decode(errors='replace')}", flush=True)
     if follow:
         _follow(run_dir, offsets, sleep)
     return EXIT_DONE

@@ -191,6 +191,21 @@ def test_logs_follow_prints_new_text_until_the_job_has_ended(
     )
 
 
+def test_logs_show_the_report_of_a_hang_until_the_next_start(
+    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", job="12")
+    (run / "slurm" / "12" / "node1-0.log").write_text("step 1\n")
+    (run / "hangs" / "1").mkdir(parents=True)
+    (run / "starts.jsonl").touch()
+    (run / "hangs" / "1" / "report.txt").write_text("hang: nothing has moved\n")
+    assert logs.run(run, num_lines=2, follow=False) == EXIT_DONE
+    assert "step 1\n" in (shown := capsys.readouterr().out) and "hang: nothing has moved" in shown
+    os.utime(run / "starts.jsonl", (2**32, 2**32))
+    assert logs.run(run, num_lines=2, follow=False) == EXIT_DONE
+    assert "step 1\n" in (shown := capsys.readouterr().out) and "hang" not in shown
+
+
 def test_logs_follow_waits_for_a_queued_job(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", job="12")
     (slurm / "queue").write_text(f"12|PENDING|N/A||Priority|{SUBMITTED}|demo\n")
