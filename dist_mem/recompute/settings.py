@@ -115,7 +115,8 @@ def read_recorded(run_dir: Path) -> list[RecordedPoint]:
     Raises:
         UnusableError: metrics.jsonl or history.jsonl is damaged, or the latter is missing.
     """
-    begun = read_history(run_dir)[0].step  # not 0 with a checkpoint of another run
+    part = read_history(run_dir)[0]
+    begun = part.step - part.num_metered  # not 0 with a checkpoint of another run
     points = {point.step: point for point in read_points(run_dir / METRICS_FILE) if "loss" in point.metrics}
     steps = sorted(points)
     return [

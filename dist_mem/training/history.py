@@ -37,10 +37,11 @@ class RunPart(NamedTuple):
     config: str  # YAML, as in config.yaml
     stage_ends: Sequence[int] = ()  # as in `TrainState`
     mixture: Sequence[Mapping[str, Any]] = ()  # likewise, each as `_asdict`
+    num_metered: int = 0  # updates before it whose sums a start has restored: the next point is a mean over them too
 
     def is_like(self, other: RunPart) -> bool:
         """Whether both parts make updates in the same way; then a resume between them changes no bit."""
-        first, second = (one._replace(step=0, stage_ends=(), mixture=()) for one in (self, other))
+        first, second = (one._replace(step=0, stage_ends=(), mixture=(), num_metered=0) for one in (self, other))
         return first == second
 
 
@@ -53,12 +54,14 @@ _PART = record(
         "first_trained": integer(),
         "config": text,
     },
-    {"stage_ends": list_of(integer()), "mixture": list_of(MIXTURE_PART)},
+    {"stage_ends": list_of(integer()), "mixture": list_of(MIXTURE_PART), "num_metered": integer()},
     is_open=True,
 )
 
 
-def begin_part(run_dir: Path, config: str, world: World, state: TrainState, *, first_trained: int) -> None:
+def begin_part(
+    run_dir: Path, config: str, world: World, state: TrainState, *, first_trained: int, num_metered: int = 0
+) -> None:
     """Add the part that begins now to the history of a run, in place of those from its step on; on rank 0.
 
     Args:
@@ -69,9 +72,8 @@ def begin_part(run_dir: Path, config: str, world: World, state: TrainState, *, f
         OSError: it cannot be written.
     """
     device, mixture = world.device.type, [part._asdict() for part in state.mixture]
-    part = RunPart(
-        state.step, world.size, torch.get_num_threads(), device, first_trained, config, state.stage_ends, mixture
-    )
+    of_state = (state.stage_ends, mixture, num_metered)
+    part = RunPart(state.step, world.size, torch.get_num_threads(), device, first_trained, config, *of_state)
     kept = [earlier for earlier in read_parts(run_dir) if earlier.step < part.step]
     write_text(run_dir / HISTORY, "".join(json_text(one._asdict()) + "\n" for one in [*kept, part]))
 

@@ -313,7 +313,9 @@ def _open_run_dir(
             describe_run(tracker, describe(spec), paths, evaluated, world, indexes, own_code, flops)
             tracker.log_tags(begin.tags)
         first_trained = begin.metadata.get("divergence", {}).get("first_trained", 0)
-        begin_part(run_dir, to_yaml(config), world, begin.state, first_trained=first_trained)
+        num_metered = int(begin.metadata.get("meter", {}).get("steps", 0))
+        text = to_yaml(config)
+        begin_part(run_dir, text, world, begin.state, first_trained=first_trained, num_metered=num_metered)
         return tracker
 
     with announce(f"opening {run_dir}" + (" and MLflow" if config.tracking.mlflow else "")):

@@ -259,14 +259,16 @@ def test_run_stops_when_it_has_diverged_too_often_or_cannot_roll_back(
 def test_a_run_from_a_checkpoint_of_another_counts_its_own_divergences(
     tmp_path: Path, books: Path, rank_pool: Pools
 ) -> None:
-    """It ended at its first one; and `batch` said that its first point was a mean from step 1 on."""
+    """It ended at its first one; and `batch` had its first point begin at step 1, or with the branch, at step 6."""
     config, changes = configure(tmp_path, books, "other", "divergence.action=skip", "divergence.max_times=1")
+    changes.append("tracking.every=3")
     assert rank_pool(2).run(train_with_faults, config, changes, {3: "loss"}) == [EXIT_DONE] * 2
-    branch = [f"resume={tmp_path / 'other'}", f"run_dir={tmp_path / 'branch'}", "train.steps=16", "tracking.every=3"]
-    assert rank_pool(2).run(train_with_faults, config, [*changes, *branch], {13: "loss"}) == [EXIT_DONE] * 2
+    begin = tmp_path / "other" / "checkpoints" / "step-00000005"
+    branch = [f"resume={begin}", f"run_dir={tmp_path / 'branch'}", "train.steps=11"]
+    assert rank_pool(2).run(train_with_faults, config, [*changes, *branch], {8: "loss"}) == [EXIT_DONE] * 2
     assert end_of(tmp_path / "other")[1]["skip"] == 1
     assert metrics(tmp_path / "branch", "divergence/skipped")[-1][1] == 1.0
-    assert [(point.first, point.last) for point in read_recorded(tmp_path / "branch")] == [(13, 15), (16, 16)]
+    assert [(point.first, point.last) for point in read_recorded(tmp_path / "branch")] == [(4, 6), (7, 9), (10, 11)]
 
 
 def test_mlflow_is_reported_of_every_decision_and_of_superseded_steps(
