@@ -1,4 +1,4 @@
-"""Before the first step: the current part is shown, and Ctrl-C ends it in one line."""
+"""Before the first step: the current part is shown, and a signal ends it in one line."""
 
 import os
 import signal
@@ -21,14 +21,14 @@ from tests.support.limits import limit, wait_until
 from tests.support.messages import said
 from tests.support.ranks import launcher_environment
 
-# A compiler that never ends, but tells torch what it is. It marks its start when its trap is set and its child runs: a
+# A compiler that never ends, but tells torch what it is. It names its child when its trap is set and the child runs: a
 # shell that received SIGINT between two commands, or before `exec`, would go on to the sleep, and ninja would wait.
 SLOW_COMPILER = """#!/bin/sh
 case " $* " in *" -c "*)
   trap 'kill "$child"; exit 130' INT
   sleep 600 >/dev/null 2>&1 &
   child=$!
-  : >"$MARK"
+  echo "$child" >"$MARK"
   wait ;;
 esac
 exec c++ "$@"
@@ -47,13 +47,13 @@ def start(config: Path, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def interrupted(process: subprocess.Popen[str]) -> str:
-    """What a training says that gets Ctrl-C before its first step."""
-    os.killpg(process.pid, signal.SIGINT)
-    _, reported = process.communicate(timeout=limit(300))
+def interrupted(process: subprocess.Popen[str], number: signal.Signals = signal.SIGINT, *, seconds: float = 300) -> str:
+    """What a training says that gets a signal before its first step: Ctrl-C with its children, any other one alone."""
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    _, reported = process.communicate(timeout=limit(seconds))
     assert process.returncode == 85, reported
     assert "Traceback" not in reported
-    said(reported.splitlines()[-1], "SIGINT")
+    said(reported.splitlines()[-1], number.name)
     return reported
 
 
@@ -67,20 +67,29 @@ def test_ctrl_c_while_libraries_are_loaded_ends_in_one_line(tmp_path: Path, book
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_ctrl_c_while_the_op_is_compiled_leaves_no_lock_and_no_half_an_op(tmp_path: Path, books: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_op_is_compiled_leaves_no_lock_no_compiler_and_no_half_an_op(
+    tmp_path: Path, books: Path, number: signal.Signals
+) -> None:
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"preflight": False})
-    compiler = tmp_path / "slow-c++"
+    compiler, mark = tmp_path / "slow-c++", tmp_path / "mark"
     compiler.write_text(SLOW_COMPILER)
     compiler.chmod(0o755)
-    own = {"CXX": str(compiler), "MARK": str(tmp_path / "mark"), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
+    own = {"CXX": str(compiler), "MARK": str(mark), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
     process = start(config, **own)
-    wait_until(lambda: (tmp_path / "mark").exists() or process.poll() is not None, "the compiler", seconds=300)
-    reported = interrupted(process)
+
+    def compiles() -> bool:
+        return mark.exists() and mark.read_text().endswith("\n")
+
+    wait_until(lambda: compiles() or process.poll() is not None, "the compiler", seconds=300)
+    reported = interrupted(process, number, seconds=10)
     assert "compiling DeepSpeed's CPU communication op, once for this environment: 1 to 3 minutes" in reported
     assert "could not compile" not in reported
     left = {path.name for path in (tmp_path / "ops" / "deepspeed_shm_comm").iterdir()}
     assert not left & {"lock", "deepspeed_shm_comm.so", "shm.o", "shm_interface.o"}
     assert not (tmp_path / "run" / "lease.json").exists()
+    child = Path(f"/proc/{int(mark.read_text())}")
+    wait_until(lambda: not child.exists(), "the end of the compiler")
 
 
 def test_ctrl_c_ends_any_other_command_in_one_line(

@@ -19,17 +19,16 @@ import torch
 import torch.distributed as dist
 
 from dist_mem.cli.configuration import load_checked
-from dist_mem.config import DataConfig, EvalConfig, WatchdogConfig
+from dist_mem.config import DataConfig, EvalConfig
 from dist_mem.doctor import consistency, disks, machine, network
 from dist_mem.doctor.examine import examine
-from dist_mem.doctor.preflight import before_joining, preflight
+from dist_mem.doctor.preflight import preflight
 from dist_mem.errors import EXIT_FAILED, UnfitError, UnusableError
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.supervision.findings import (
     FAIL,
     OK,
-    RENDEZVOUS,
     WARNING,
     Finding,
     Place,
@@ -41,11 +40,11 @@ from dist_mem.supervision.findings import (
     ok,
 )
 from dist_mem.supervision.hang_report import FAILED_NODES
-from dist_mem.supervision.rendezvous import RankDevice, Rendezvous, check_accelerators, wait_for_ranks
+from dist_mem.supervision.rendezvous import RankDevice, check_accelerators, wait_for_ranks
 from tests.support.jobs import train_here, write_config
 from tests.support.lane_corpus import make_split
 from tests.support.limits import limit
-from tests.support.messages import refused, said, said_line
+from tests.support.messages import said, said_line
 from tests.support.ranks import Pools, launcher_environment
 from tests.support.wrong_ports import naming_a_wrong_port
 
@@ -239,20 +238,6 @@ def test_what_the_nodes_compare_of_their_data_does_not_grow_with_the_number_of_t
                 (index.split_dir / shard.name).unlink(missing_ok=True)
         said(found[-1].found, number - 3, "of", index.split_dir)
     assert sizes == [(sizes[0][0], 0), (sizes[0][0], 4)] * 2
-
-
-@pytest.mark.parametrize(("num_failed", "is_noted"), [(1, True), (4, True), (5, False), (15, False)])
-def test_the_next_start_leaves_out_a_quarter_of_the_nodes_at_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_failed: int, is_noted: bool
-) -> None:
-    nodes = [f"node{number:02}" for number in range(16)]
-    absent = [fail("data", "train is missing", "copy it", blames_node=True).at(Place(node)) for node in nodes]
-    found = Rendezvous([one._replace(what=RENDEZVOUS) for one in absent[:num_failed]], nodes, None)
-    monkeypatch.setattr("dist_mem.doctor.preflight.wait_for_ranks", lambda **more: found)
-    with refused(UnfitError, "train is missing"):
-        before_joining(str(tmp_path), WatchdogConfig(), True, lambda: None)
-    noted = tmp_path / FAILED_NODES
-    assert (noted.read_text().split() if noted.exists() else []) == (nodes[:num_failed] if is_noted else [])
 
 
 def _preflight_at_a_wrong_port(world: World, config_file: Path) -> str | list[str]:

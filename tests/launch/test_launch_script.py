@@ -424,17 +424,6 @@ def test_ranks_have_their_environment_where_sbatch_exports_none(slurm: Cluster, 
     assert received(job)["train0"][:2] == ["train", "my config.yaml"]
 
 
-def test_setup_may_use_variables_that_are_not_set(tmp_path: Path, rendered: Launch) -> None:
-    """conda's scripts do; the job's own lines must still not."""
-    (tmp_path / "conda.sh").write_text('[ -z "$CONDA_SHLVL" ] && export PS1="(env) $PS1" ACTIVE=yes\n')
-    site = {"setup": [f". {tmp_path}/conda.sh"]}
-    (tmp_path / "site.yaml").write_text(json.dumps({"launch": site}))
-    script = rendered("train.steps=1", str(tmp_path / "site.yaml"), "--dry-run")
-    done = after_site(script, "echo $ACTIVE; echo $absent", tmp_path)
-    assert done.stdout == "yes\n", done.stderr
-    assert done.returncode != 0 and "absent: unbound variable" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("given", "threads"), [({}, "1"), ({"SLURM_CPUS_PER_TASK": "6"}, "6"), ({"OMP_NUM_THREADS": "3"}, "3")]
 )

@@ -245,10 +245,3 @@ def test_controller_that_is_down_is_the_machines_fault(make_run: Callable[..., R
     for command in ("status", "logs", "cancel"):
         said = run.call(command, "run", code=1, SLURM_CONF=os.fspath(dead))[1]
         assert "controller" in said and "try again" in said
-
-
-def test_job_of_another_cluster_is_left_alone(make_run: Callable[..., Run]) -> None:
-    run = make_run(steps=10)
-    (run.directory / "slurm").mkdir(parents=True)
-    (run.directory / "slurm" / "jobs").write_text("1 elsewhere\n")
-    assert "job 1 is of the cluster 'elsewhere', and this is 'tests'" in run.call("cancel", "run", code=2)[1]

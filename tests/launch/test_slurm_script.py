@@ -284,17 +284,6 @@ def test_only_a_wrong_configuration_cancels_the_chain(slurm: Cluster, tmp_path: 
     assert slurm.facts(f"{job}_2")["JobState"] == second
 
 
-def test_program_that_is_missing_on_the_nodes_is_no_wrong_configuration(slurm: Cluster, tmp_path: Path) -> None:
-    """srun ends with 2, ENOENT, as dist-mem does for a wrong configuration; but no rank 0 has noted that code.
-
-    On one node: of two, srun may end the second before it ends itself, and then returns the second's 143.
-    """
-    missing = RANKS.replace("starts=", "exit 2\nstarts=", 1)
-    job = submit(slurm, tmp_path / "job", "0", "--nodes=1", ranks=missing, restart="none")
-    assert slurm.wait_for_state(job, *ENDED) == "FAILED"
-    assert slurm.facts(job)["ExitCode"] == "1:0"
-
-
 def test_snapshot_that_is_gone_is_named(slurm: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "job"
     write_ranks(folder, "0\n")

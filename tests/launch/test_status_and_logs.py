@@ -133,6 +133,8 @@ def test_run_that_cannot_be_shown_hides_no_other(
         shown = [line.split()[:2] for line in lines[1:-1]]
         assert shown == [["runs/a", "stopped"], ["runs/b", "unknown"], ["runs/linked", "stopped"]]
         said(lines[-1], "runs/b", "job 1 is of the cluster 'gone'")
+    assert main(["cancel", "runs/b"]) == EXIT_USAGE
+    said(capsys.readouterr().err, "job 1 is of the cluster 'gone'")
 
     make_run(Path("runs/0"))
     Path("runs/0/slurm/12/exit_code").mkdir()

@@ -1,11 +1,9 @@
 """`track sync`: what lies in a run goes to the server that its user named, nothing else to nobody else; exit codes."""
 
 import errno
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from sqlalchemy.engine import make_url
 from dist_mem.__main__ import main
 from dist_mem.config import change_config, save_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
-from dist_mem.runtime.file_schema import read_json_lines, text
 from dist_mem.runtime.files import sha256_of
 from dist_mem.tracking import log
 from dist_mem.tracking.log import (
@@ -30,11 +27,8 @@ from dist_mem.tracking.log import (
     Entry,
     Header,
     LogReader,
-    last_point,
     new_uid,
     read_entries,
-    read_header,
-    read_points,
     write_log,
 )
 from dist_mem.tracking.mlflow.client import connect
@@ -292,17 +286,6 @@ def test_a_folder_with_a_percent_sign_is_read_in_one_way(tmp_path: Path) -> None
     check_store(f"sqlite:///{tmp_path}/a%252Fb/m.db")
     with refused(UnusableError, "tracking.uri", f"{tmp_path}/a/b"):
         check_store(f"sqlite:///{tmp_path}/a%2Fb/m.db")
-
-
-@pytest.mark.parametrize("name", [METRICS_FILE, "history.jsonl", "starts.jsonl"])
-def test_a_log_that_is_no_regular_file_is_refused(tmp_path: Path, name: str) -> None:
-    """A read of a pipe would wait for ever."""
-    path = tmp_path / name
-    os.mkfifo(path)
-    of_log: list[Callable[[Path], object]] = [read_points, read_header, partial(last_point, metric="loss")]
-    for read in of_log if name == METRICS_FILE else [lambda path: read_json_lines(path, text, UnusableError)]:
-        with refused(UnusableError, path, "a pipe"):
-            read(path)
 
 
 def open_files(folder: Path) -> list[str]:

@@ -259,19 +259,6 @@ def test_a_server_that_asks_for_a_certificate_gets_the_users(environment: pytest
         assert strict.asked
 
 
-def test_a_job_with_a_wrong_password_ends_with_2_before_it_has_trained(
-    server: MlflowServer, environment: pytest.MonkeyPatch, books: Path, tmp_path: Path
-) -> None:
-    log_in(environment, password="wrong-one")
-    changes = {"tracking": {"mlflow": True, "uri": server.uri}, "train": {"steps": 4}}
-    config = write_config(tmp_path / "job.yaml", books, tmp_path / "run", changes)
-    codes, text = finish(start_ranks(["train", str(config)], world_size=1, cwd=tmp_path))
-    assert codes == [EXIT_USAGE], text
-    assert f"MLflow at {server.uri} cannot be used: 401: it refuses MLFLOW_TRACKING_USERNAME" in text
-    assert "step" not in text and "wrong-one" not in text
-    assert not (tmp_path / "run" / METRICS_FILE).exists()
-
-
 # Let in, and out again
 
 

@@ -116,14 +116,6 @@ def test_what_passes_before_the_first_update_or_in_a_pause_is_in_no_figure(clock
         assert meter.read(Gradients())["data_wait_share"] == before["waited"] / before["seconds"]
 
 
-def test_norm_and_rate_are_of_the_last_update_or_absent() -> None:
-    """Those of an earlier update were logged while segments were only read."""
-    meter = Meter(lane_segments_per_update=1)
-    for is_read_only in (False, True, False):
-        meter.add(Totals(num_scored=1), epoch=0.1, is_read_only=is_read_only)
-        assert ({"grad_norm", "lr"} <= meter.read(Gradients()).keys()) != is_read_only
-
-
 def test_reading_counts_tokens_that_are_not_scored(clock: Clock) -> None:
     """Of 30 tokens read in 2 s, 20 have a backward and 10 are scored: 10 x 2 + 20 x 6 FLOPs of 100 in a second."""
     meter = Meter(lane_segments_per_update=1, utilisation=Utilisation(Flops(2, 6), 100.0))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.config import load_config
-from dist_mem.errors import RunError, UnusableError
+from dist_mem.errors import UnusableError
 from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import World
 from dist_mem.training import run as run_module
@@ -111,15 +111,3 @@ def test_what_others_have_put_beside_the_files_refuses_no_start(tmp_path: Path) 
     (tmp_path / "job.log").symlink_to(tmp_path / "gone")
     os.mkfifo(tmp_path / "debugger")
     check_run_files(tmp_path)
-
-
-@pytest.mark.parametrize("name", OF_THE_RUN)
-def test_the_check_refuses_what_is_no_file_and_takes_what_is_missing(run: Path, tmp_path: Path, name: str) -> None:
-    for damage in PLACES[:4]:
-        to = Path(shutil.copytree(run, tmp_path / damage.__name__))
-        damage(to / name, random.Random())
-        with pytest.raises(RunError, match=name):
-            check_run_files(to)
-        (to / name).rmdir() if (to / name).is_dir() else (to / name).unlink()
-        check_run_files(to)
-    check_run_files(tmp_path / "new")

@@ -21,16 +21,6 @@ from tests.support.limits import limit, wait_until
 from tests.support.messages import said
 from tests.support.ranks import launcher_environment
 
-# It tells torch what it is, and compiles for ten minutes; its child shows whether it has been ended.
-SLOW_COMPILER = """#!/bin/sh
-case " $* " in *" -c "*)
-  sleep 600 >/dev/null 2>&1 &
-  echo $! >"$MARK"
-  wait ;;
-esac
-exec c++ "$@"
-"""
-
 
 @contextmanager
 def ranks(
@@ -90,24 +80,6 @@ def test_a_start_that_waits_for_another_jobs_compilation_names_it_and_stops(
                 programs[rank].send_signal(signal.Signals[name])
             all_end(programs, name)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
-
-
-def test_a_start_that_compiles_stops_and_takes_its_compiler_with_it(tmp_path: Path, books: Path) -> None:
-    """The signal reaches this process alone, as from a scheduler."""
-    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run")
-    compiler, mark = tmp_path / "slow-c++", tmp_path / "mark"
-    compiler.write_text(SLOW_COMPILER)
-    compiler.chmod(0o755)
-    variables = {"CXX": str(compiler), "MARK": str(mark), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
-    with ranks(["train", str(config)], tmp_path, variables, size=1) as programs:
-        wait_until(lambda: mark.exists() and mark.read_text().endswith("\n"), "the compiler", seconds=120)
-        wait_until(lambda: "compiling DeepSpeed's CPU communication op" in printed(programs[0]), "its message")
-        programs[0].send_signal(signal.SIGTERM)
-        all_end(programs, "SIGTERM")
-    left = {path.name for path in (tmp_path / "ops" / "deepspeed_shm_comm").iterdir()}
-    assert not left & {"lock", "deepspeed_shm_comm.so", "shm.o", "shm_interface.o"}
-    child = Path(f"/proc/{int(mark.read_text())}")
-    wait_until(lambda: not child.exists(), "the end of the compiler")
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_HUNG
+from dist_mem.errors import EXIT_DONE, EXIT_HUNG
 from dist_mem.runtime.network_interface import free_port
 from tests.support.jobs import checkpoint_content, difference, finish, logged_steps, losses, write_config
 from tests.support.limits import limit, wait_until
@@ -270,60 +270,3 @@ def test_the_way_to_a_host_goes_by_the_interface_of_the_cable(family: str) -> No
             for address, interface in known.items():
                 process = host.start([sys.executable, "-c", code % address], env={})
                 assert process.communicate(timeout=limit(60))[0].split() == ["True", interface], address
-
-
-QUICK = (
-    "import sys; from dist_mem.supervision import lease; lease.HEARTBEAT_SECONDS, lease.STALE_SECONDS = 0.2, 4.0;"
-    "from dist_mem.__main__ import entry; sys.argv[0] = 'dist-mem'; entry()"
-)
-
-
-def test_a_run_directory_is_one_host_s_until_that_host_is_dead(
-    tmp_path: Path, books: Path, hosts: tuple[Host, Host]
-) -> None:
-    """The hosts have names of their own, so that neither sees whether a process of the other lives."""
-    run_dir = tmp_path / "run"
-    config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": 100_000}})
-    command = [sys.executable, "-c", QUICK, "train", str(config)]
-    first = hosts[0].start(command, env={"OMP_NUM_THREADS": "1"}, cwd=tmp_path)
-    try:
-        wait_until(lambda: len(logged_steps(run_dir)) > 6, "steps on the first host")
-        second = hosts[1].start(command, env={"OMP_NUM_THREADS": "1"}, cwd=tmp_path)
-        codes, text = finish([second])
-        assert codes == [EXIT_FAILED]
-        assert f"process {first.pid} on {hosts[0].name} is using this run directory" in text
-        assert first.poll() is None
-    finally:
-        first.kill()
-        first.communicate()
-    begin = time.monotonic()
-    third = hosts[1].start([*command, f"train.steps={logged_steps(run_dir)[-1] + 3}"], env={"OMP_NUM_THREADS": "1"})
-    codes, text = finish([third])
-    assert codes == [EXIT_DONE], text
-    assert time.monotonic() - begin > 4.0
-    assert "waiting up to 4 s for a sign of life of process" in text and f"on {hosts[0].name}" in text
-    assert "resuming from" in text
-
-
-def test_a_run_directory_that_the_hosts_do_not_share_is_an_error_on_both(
-    tmp_path: Path, books: Path, hosts: tuple[Host, Host]
-) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    changes = {"train": {"steps": 12}, "watchdog": {"seconds": 20.0}}
-    arguments = ["train", str(write_config(tmp_path / "run.yaml", books, run_dir, changes))]
-    own_disk = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {run_dir} && exec "$@"', "sh"]
-    command = [sys.executable, "-m", "dist_mem", *arguments]
-    port = free_port()
-    processes = [
-        host.start([*prefix, *command], env=rank_environment(rank, hosts, port), cwd=tmp_path)
-        for rank, (host, prefix) in enumerate(zip(hosts, ([], own_disk), strict=True))
-    ]
-    try:
-        codes, text = finish(processes)
-    finally:
-        kill_all(processes)
-    assert EXIT_DONE not in codes, text
-    assert f"{run_dir} (on tmpfs here) is not the folder that rank 0 has" in text
-    assert hosts[1].name in text
-    assert not list(run_dir.glob("checkpoints/step-*/manifest.json"))
