@@ -279,11 +279,6 @@ def test_an_mlflow_server_that_is_down_is_a_warning(config: Path, rank_pool: Poo
     assert "does not answer" in found.found and "tracking.uri" in found.fix
 
 
-def test_a_wrong_address_of_mlflow_is_a_failure_that_no_restart_repairs(config: Path, rank_pool: Pools) -> None:
-    (error,) = rank_pool(1).run(_preflight, config, [["tracking.mlflow=true", "tracking.uri='ftp://mlflow.example'"]])
-    assert error.startswith("UnusableError") and "tracking.uri" in error and "kind 'ftp'" in error
-
-
 def test_a_file_of_another_program_is_a_failure_also_of_a_run_that_mlflow_has_accepted(
     tmp_path: Path, config: Path, rank_pool: Pools
 ) -> None:

@@ -21,7 +21,6 @@ from tests.support.limits import limit
 from tests.support.loopbacks import LOOPBACKS
 from tests.support.messages import described, refused, said
 from tests.support.ranks import Pools
-from tests.support.wrong_ports import naming_a_wrong_port
 
 SIZE = 6
 
@@ -162,22 +161,6 @@ def test_a_connection_that_is_refused_names_the_addresses_tried_and_no_firewall(
     with refused(OSError, describe_address(host, hub.port), "MASTER_ADDR", "node1") as error:
         call(hub._replace(node="node1", families="IPv4 only"), host, 1)
     assert "firewall" not in str(error.value)
-
-
-def open_at_a_wrong_address(world: World) -> str:
-    with naming_a_wrong_port():
-        try:
-            open_side_channel(world).close()
-        except UnfitError as error:
-            return str(error)
-    return "opened"
-
-
-def test_a_rank_that_cannot_connect_ends_the_wait_of_rank_0(rank_pool: Pools) -> None:
-    begin = time.monotonic()
-    first, second = rank_pool(2).run(open_at_a_wrong_address)
-    assert time.monotonic() - begin < limit(20)
-    assert first == second and "refuses the connection" in first and "rank 1" in first
 
 
 def open_and_close(world: World) -> None:

@@ -381,15 +381,6 @@ def test_each_checkpoint_is_a_model_with_the_metrics_of_its_step_and_of_later_ev
         assert_every_point_is_there_once(sent, run_id)
 
 
-def test_a_checkpoint_of_a_step_that_is_made_again_has_the_metrics_of_its_first_time(sent: Sent) -> None:
-    """After a kill between a step and its checkpoint: the same values are logged as repeated."""
-    train(sent, first=0, last=4)
-    train(sent, first=2, last=5)
-    found = models_of(sent.client, sent.run_id)
-    assert found["step-00000004"] == {"train/loss": 4.0, "eval/validation/word_perplexity": 40.0}
-    assert_every_point_is_there_once(sent, sent.run_id)
-
-
 class KilledError(Exception):
     """The sender dies here."""
 
