@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -158,6 +158,7 @@ def test_equal_parts_are_few_runs_and_a_parameter_that_all_ranks_share_is_one(wo
 BOUNDS = st.lists(st.integers(0, sum(SIZES.values())), max_size=12).map(sorted)
 
 
+@settings(deadline=None)
 @given(st.builds(cut_at, BOUNDS) | st.builds(cut_every_parameter, st.integers(1, 30)), st.data())
 def test_runs_name_the_slices_of_every_rank(cuts: Cuts, data: st.DataObject) -> None:
     slices = index_of(cuts)

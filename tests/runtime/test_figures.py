@@ -5,7 +5,7 @@ import json
 import math
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_mem.runtime.csv_text import csv_text
@@ -26,6 +26,7 @@ def refuse(name: str) -> None:
     raise AssertionError(f"{name} is no JSON")
 
 
+@settings(deadline=None)
 @given(CONTENT)
 def test_json_is_what_every_reader_takes(content: Any) -> None:
     """node, jq and browsers refuse the NaN and Infinity that Python writes."""
@@ -36,6 +37,7 @@ def test_json_is_what_every_reader_takes(content: Any) -> None:
             assert is_exact <= (again is not None)
 
 
+@settings(deadline=None)
 @given(st.floats())
 def test_csv_has_numbers_or_says_that_there_is_none(number: float) -> None:
     cell = csv_text([["x", number]]).rstrip("\n").split(",")[1]
@@ -56,6 +58,7 @@ def test_all_json_and_csv_is_written_by_one_function_each() -> None:
     assert set(found) == {("json.dumps", "runtime/figures.py"), ("csv.writer", "runtime/csv_text.py")}
 
 
+@settings(deadline=None)
 @given(st.floats())
 def test_a_perplexity_is_a_figure_or_none(nats: float) -> None:
     """A training showed 1.01e304 for every loss above 700."""

@@ -7,7 +7,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_mem.__main__ import main
@@ -60,6 +60,7 @@ def test_colour_follows_the_stream_and_the_variables_that_users_set(
         assert colour_first_word("step 3: saved", stream) == "step 3: saved"
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(st.one_of(st.characters(), st.sampled_from(HOSTILE)), max_size=20), max_size=4))
 def test_no_text_but_a_styled_one_steers_the_terminal(texts: list[str]) -> None:
     stream = io.StringIO()
@@ -112,6 +113,7 @@ def test_figures_stand_to_the_right_and_texts_to_the_left() -> None:
 TITLES = st.text(st.sampled_from("=+-@\t\r\n '\",a1|.\x1b\u202e") | st.characters(codec="utf-8"), max_size=8)
 
 
+@settings(deadline=None)
 @given(cells=st.lists(TITLES | st.integers() | st.floats(allow_nan=False), min_size=1, max_size=4))
 def test_no_cell_is_a_formula_and_every_cell_is_kept(cells: list[str | int | float]) -> None:
     [row] = csv.reader(io.StringIO(csv_text([cells]), newline=""))

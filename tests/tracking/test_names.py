@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlflow.exceptions import MlflowException
 from mlflow.utils import validation
@@ -31,6 +31,7 @@ def is_taken(name: str) -> bool:
     return True
 
 
+@settings(deadline=None)
 @given(st.lists(ANY_NAME, unique=True, min_size=1, max_size=5))
 def test_every_name_is_made_valid_and_no_two_become_one(names: list[str]) -> None:
     made = [valid_name(name) for name in names]

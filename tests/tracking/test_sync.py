@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking._tracking_service.registry import TrackingStoreRegistry
@@ -273,6 +273,7 @@ def test_every_form_of_an_override_names_the_store(
 NAME = st.text("ab %25F.é#&=", min_size=1, max_size=12).filter(lambda name: name not in (".", ".."))
 
 
+@settings(deadline=None)
 @given(NAME, st.booleans(), st.booleans())
 def test_an_sqlite_address_means_the_file_that_sqlalchemy_opens(name: str, is_absolute: bool, has_query: bool) -> None:
     uri = f"sqlite:///{'/x/' if is_absolute else ''}{name}/m.db{'?timeout=5' if has_query else ''}"
