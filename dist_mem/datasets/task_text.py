@@ -16,6 +16,7 @@ import hashlib
 import random
 import re
 from argparse import ArgumentParser
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -121,6 +122,7 @@ def document_of(question: Question, number: int, tokenizer: Tokenizer) -> Tokeni
 # Mohtashami and Jaggi 2023 (Landmark attention), and RULER (Hsieh et al. 2024)
 REPEATED = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 LIBRARY_BOOK = 500  # tokens, about: one chapter
+BLOCK = 64  # sentences of a book, cut at once: the places of all blocks of PG-19 take some 20 MB
 # Published: NLTK's Punkt. Here after . ! or ?, with quotation marks, and at empty lines: no model to download
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"'\u201d\u2019)]*\s+|\n\s*\n\s*")
 
@@ -185,10 +187,13 @@ class Books:
         start = draw.random()
         while True:
             path = draw.choice(self.paths[split])
-            found = _sentences_of(path)
-            if not found:
+            num_sentences, ends = _blocks_of(path)
+            if not num_sentences:
                 raise UnusableError(f"{path} has no text: remove it")
-            yield from found[int(start * len(found)) :]
+            place = int(start * num_sentences)
+            for block in range(place // BLOCK, len(ends) - 1):
+                yield from _sentences_of(path, block)[place % BLOCK :]
+                place = 0
             start = 0.0
 
 
@@ -215,14 +220,33 @@ class Library:
 
 def cut_sentences(text: str) -> list[str]:
     """Return the sentences of a text, each with single spaces for its white space."""
+    return [sentence for _, sentence in _cut(text)]
+
+
+def _cut(text: str) -> Iterator[tuple[int, str]]:
     starts = [0, *(match.end() for match in SENTENCE_END.finditer(text)), len(text)]
-    found = (" ".join(text[start:stop].split()) for start, stop in pairwise(starts))
-    return [sentence for sentence in found if sentence]
+    for start, stop in pairwise(starts):
+        if sentence := " ".join(text[start:stop].split()):
+            yield start, sentence
+
+
+@cache
+def _blocks_of(path: Path) -> tuple[int, array[int]]:
+    """Return the number of sentences of a book, and the characters where its blocks begin and the last one ends."""
+    text = _text_of(path)
+    starts = [start for start, _ in _cut(text)]
+    return len(starts), array("L", [*starts[::BLOCK], len(text)])
+
+
+@lru_cache(maxsize=2**12)
+def _sentences_of(path: Path, block: int) -> list[str]:
+    _, ends = _blocks_of(path)
+    return cut_sentences(_text_of(path)[ends[block] : ends[block + 1]])
 
 
 @lru_cache(maxsize=32)
-def _sentences_of(path: Path) -> list[str]:
-    return cut_sentences(read_text(path))
+def _text_of(path: Path) -> str:
+    return read_text(path)
 
 
 FRACTIONS = {"train": 0.8, "validation": 0.1, "test": 0.1}  # of all examples that a task can draw

@@ -1,7 +1,9 @@
 """The passkey task and RULER's needles: the published texts, only the answer scored, distances to the needle."""
 
+import random
 import re
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import islice, pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.data.verify import verify_dataset
+from dist_mem.datasets import task_text
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.recipes.passkey import PASSKEY, RULER, Form, Needle, compose
 from dist_mem.datasets.source import SourceDocument
@@ -137,6 +140,29 @@ def test_books_without_folders_are_dealt_out_by_their_names(tmp_path: Path) -> N
     assert min(map(len, dealt.values())) >= 1
     (tmp_path / "new.txt").write_text("One.", encoding="utf-8")
     assert all(set(dealt[split]) <= set(Books(tmp_path, SPLITS).paths[split]) for split in SPLITS)
+
+
+def test_documents_of_many_books_cut_each_book_twice_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than 32 books, nearly every document cut a whole one again."""
+    for split, number in product(SPLITS, range(50)):
+        (tmp_path / split).mkdir(exist_ok=True)
+        text = "\n" + "".join(f"{split} {number}\nsays {place}.\n\n" for place in range(300))
+        (tmp_path / split / f"{number}.txt").write_text(text, encoding="utf-8")
+    cut, inner = [], task_text._cut
+
+    def _cut(text: str) -> Iterator[tuple[int, str]]:
+        cut.append(len(text))
+        return inner(text)
+
+    monkeypatch.setattr(task_text, "_cut", _cut)
+    books = Books(tmp_path, SPLITS)
+    for seed in range(300):
+        place = int(random.Random(seed).random() * 300)
+        one, *others = islice(books.sentences("train", random.Random(seed)), 301)
+        book = one.removesuffix(f"says {place}.")
+        assert others[: 299 - place] == [f"{book}says {number}." for number in range(place + 1, 300)]
+        assert [sentence.split()[-1] for sentence in others[299 - place :]] == [f"{n}." for n in range(place + 1)]
+    assert sum(cut) <= 2 * sum(path.stat().st_size for path in books.paths["train"])
 
 
 def test_sentences_end_at_marks_with_their_quotation_marks() -> None:
