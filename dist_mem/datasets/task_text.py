@@ -183,13 +183,15 @@ class Books:
         return found.hexdigest()
 
     def sentences(self, split: str, draw: random.Random) -> Iterator[str]:
-        """Raises UnusableError if a book has no sentence."""
-        start = draw.random()
+        """Pass over books without a sentence, as PG-19 has one. Raises UnusableError if no book has any."""
+        start, paths = draw.random(), self.paths[split]
         while True:
-            path = draw.choice(self.paths[split])
+            path = draw.choice(paths)
             num_sentences, ends = _blocks_of(path)
             if not num_sentences:
-                raise UnusableError(f"{path} has no text: remove it")
+                if not any(_blocks_of(other)[0] for other in paths):
+                    raise UnusableError(f"{path} has no text, nor has another book of {split}: give --books with text")
+                continue
             place = int(start * num_sentences)
             for block in range(place // BLOCK, len(ends) - 1):
                 yield from _sentences_of(path, block)[place % BLOCK :]

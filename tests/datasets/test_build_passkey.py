@@ -17,7 +17,9 @@ from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.recipes.passkey import PASSKEY, RULER, Form, Needle, compose
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.datasets.task_text import REPEATED, Books, cut_sentences
+from dist_mem.errors import UnusableError
 from tests.support.data_builders import build_data, build_refused, documents_of
+from tests.support.messages import refused
 
 SMALL = ("--train", "12", "--validation", "6", "--test", "6")
 SPLITS = ("train", "validation", "test")
@@ -163,6 +165,18 @@ def test_documents_of_many_books_cut_each_book_twice_at_most(tmp_path: Path, mon
         assert others[: 299 - place] == [f"{book}says {number}." for number in range(place + 1, 300)]
         assert [sentence.split()[-1] for sentence in others[299 - place :]] == [f"{n}." for n in range(place + 1)]
     assert sum(cut) <= 2 * sum(path.stat().st_size for path in books.paths["train"])
+
+
+def test_a_book_without_text_is_passed_over_unless_all_are(tmp_path: Path) -> None:
+    """PG-19 has one, with which a build ended in its middle."""
+    for split, number in product(SPLITS, range(3)):
+        (tmp_path / split).mkdir(exist_ok=True)
+        (tmp_path / split / f"{number}.txt").write_text("One. Two." if number == 1 and split != "test" else " \n")
+    books = Books(tmp_path, SPLITS)
+    for seed in range(20):
+        assert {*islice(books.sentences("train", random.Random(seed)), 9)} == {"One.", "Two."}
+    with refused(UnusableError, tmp_path / "test", "--books"):
+        next(books.sentences("test", random.Random(0)))
 
 
 def test_sentences_end_at_marks_with_their_quotation_marks() -> None:
