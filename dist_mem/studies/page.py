@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,11 @@ def to_markdown(
 
 def _best_cells(study: Study, runs: Sequence[CellRun], found: Mapping[str, RowSummary]) -> set[tuple[str, str]]:
     """Return the best row of each column of a study with a budget, (row, column); they are bold."""
-    best = set()
-    for name, column in study.columns.items():
-        ranks = {row: rank_of_runs(runs_behind(study, runs, row, name), name, column) for row in found}
-        known = [row for row, rank in ranks.items() if rank[0] == 0]
-        if len(known) > 1:
-            best.add((min(known, key=lambda row: ranks[row]), name))
-    return best
+    ranks: dict[str, dict[str, tuple[int, float]]] = {name: {} for name in study.columns}
+    for row, (name, column) in product(found, study.columns.items()):  # row by row, as cells are kept in memory
+        ranks[name][row] = rank_of_runs(runs_behind(study, runs, row, name), name, column)
+    known = {name: {row: rank for row, rank in each.items() if rank[0] == 0} for name, each in ranks.items()}
+    return {(min(each, key=each.__getitem__), name) for name, each in known.items() if len(each) > 1}
 
 
 def _budget_heading(study: Study, first: str) -> list[str]:

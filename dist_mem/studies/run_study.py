@@ -442,8 +442,8 @@ def _means(job: StudyCall) -> dict[str, float]:
     """Return means over seeds, for the parent run, by "row/column": "transformer_xl/test"."""
     found = {
         f"{row}/{name}": cell(mine, name).mean
-        for name in job.study.columns
         for row in shown_rows(job.study)
+        for name in job.study.columns
         if (mine := runs_behind(job.study, job.runs, row, name))
     }
     return {key: value for key, value in found.items() if value is not None}

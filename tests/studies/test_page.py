@@ -28,7 +28,7 @@ from dist_mem.studies.cells import (
 )
 from dist_mem.studies.page import to_csv, to_markdown, write_results
 from dist_mem.studies.pictures import are_equal, draw, pareto_front
-from dist_mem.studies.results import RowResult, cell
+from dist_mem.studies.results import RowResult, cell, standings
 from dist_mem.studies.runs import all_runs, columns_to_measure, metric_of, rank_of, runs_behind, shown_rows, with_done
 from dist_mem.studies.study import Column, Study
 from dist_mem.studies.study_call import StudyCall
@@ -354,6 +354,14 @@ def test_a_table_reads_each_cell_once_and_again_when_it_has_changed(
     assert len(read) == len(set(read)) == len(job.runs)
     keep_result(job.runs[0], "first", {"value": 0.75, "step": 8})
     assert read_result(job.runs[0], "first") == {"value": 0.75, "step": 8}
+    job = finished(tmp_path, "accuracy", num_documents=1, depth=None, seeds=[*range(11)])  # more than 32
+    reads = []
+    for _ in range(2):
+        read.clear()
+        to_markdown(job.study, job.runs, {}, standings(job.study, job.runs, job.costs))
+        reads.append(len(read))
+        job.study.columns |= {f"column {number}": job.study.columns["first"] for number in range(8)}
+    assert reads[1] <= reads[0] <= 4 * len(job.runs), "by column, each was read again"
 
 
 def test_accuracy_by_depth_is_drawn_where_depths_are_known(tmp_path: Path) -> None:
