@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dist_mem.evaluation.bootstrap import resample
-from dist_mem.evaluation.intervals import MIN_DOCUMENTS
+from dist_mem.evaluation.intervals import MIN_DOCUMENTS, resample
 from dist_mem.evaluation.plot import save_picture
 from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
 from dist_mem.evaluation.scores import Report
