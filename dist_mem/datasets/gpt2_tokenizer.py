@@ -16,7 +16,7 @@ from pathlib import Path
 from dist_mem.data.tokenizers.byte_pairs import train_byte_pairs
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata, save_tokenizer
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
-from dist_mem.datasets.options import positive
+from dist_mem.datasets.options import parser_of, positive
 from dist_mem.datasets.source import read_text
 from dist_mem.datasets.tree import listed_files
 from dist_mem.errors import EXIT_DONE, UnusableError, run_error
@@ -35,10 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER")
     add("--out", type=Path, required=True, help="directory to make, with tokenizer.json and tokenizer.bpe.json")

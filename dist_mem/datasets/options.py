@@ -9,6 +9,13 @@ from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from dist_mem.errors import UnusableError
 
 
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a program whose help is its module's docstring."""
+    summary, _, details = (doc or "").partition("\n")
+    kind = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=summary, epilog=details, formatter_class=kind)
+
+
 def add_build_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every builder that calls `build_dataset`."""
     add = parser.add_argument

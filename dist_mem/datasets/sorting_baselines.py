@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from dist_mem.data.shard import Index, read_index, read_tokens
-from dist_mem.datasets.options import positive
+from dist_mem.datasets.options import parser_of, positive
+from dist_mem.datasets.recipes.sorting import NUM_SYMBOLS
 from dist_mem.errors import UnusableError
-
-NUM_SYMBOLS = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,10 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("split", type=Path, help="folder of a split, as data/sorting/4000/test")
     parser.add_argument(
         "--seg-len", type=positive, default=1024, metavar="T", help="train.seg_len (default: %(default)s)"

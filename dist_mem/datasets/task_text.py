@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import cache, lru_cache
 from itertools import count, cycle, islice, pairwise
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import find_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.datasets.builder import WORK_DIR, OtherBuildError, build_into, check_tokenizer, is_built, place_tokenizer
 from dist_mem.datasets.corpus import by_name, find_files
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
@@ -119,6 +120,21 @@ def document_of(question: Question, number: int, tokenizer: Tokenizer) -> Tokeni
     )
 
 
+def document_of_words(
+    tokens: np.ndarray,
+    number: int,
+    title: str,
+    tokenizer: WordTokenizer,
+    *,
+    mask: np.ndarray,
+    recall: np.ndarray | None = None,
+) -> TokenizedDocument:
+    """Return a document of a task whose tokens are words; arrays as those of TokenizedDocument, of any integer type."""
+    tokens = tokens.astype(tokenizer.dtype)
+    num_bytes = int(tokenizer.piece_bytes[tokens].sum())
+    return TokenizedDocument(f"{number:06d}", title, None, len(tokens), num_bytes, tokens, mask, recall)
+
+
 # Mohtashami and Jaggi 2023 (Landmark attention), and RULER (Hsieh et al. 2024)
 REPEATED = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 LIBRARY_BOOK = 500  # tokens, about: one chapter
@@ -127,35 +143,32 @@ BLOCK = 64  # sentences of a book, cut at once: the places of all blocks of PG-1
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"'\u201d\u2019)]*\s+|\n\s*\n\s*")
 
 
-class Haystack(Protocol):
+class Haystack:
     """What documents are filled with."""
 
     name: str  # for the recipe: two haystacks of one name have the same sentences, if they have the same texts
 
     def texts(self, split: str) -> str | None:
         """Return a checksum of the files that a split reads; None if it reads none."""
-        ...
+        return None
 
     def sentences(self, split: str, draw: random.Random) -> Iterator[str]:
         """Yield the sentences of a document without end, each on one line."""
-        ...
+        raise NotImplementedError
 
 
-class Repeat:
+class Repeat(Haystack):
     """The same lines again and again."""
 
     def __init__(self, *lines: str) -> None:
         self.lines = lines
         self.name = f"repeat {len(lines)}"
 
-    def texts(self, split: str) -> str | None:
-        return None
-
     def sentences(self, split: str, draw: random.Random) -> Iterator[str]:
         return cycle(self.lines)
 
 
-class Books:
+class Books(Haystack):
     """The .txt files of a folder; a document reads on from a sentence of one, and then in others."""
 
     def __init__(self, folder: Path, splits: tuple[str, ...]) -> None:
@@ -174,9 +187,9 @@ class Books:
         self.paths = {split: list(folders[split].values()) for split in splits}
         content = repr(sorted((name, path.stat().st_size) for name, path in files.items()))
         self.name = f"books {hashlib.sha256(content.encode()).hexdigest()[:16]}"
-        self.texts = cache(self._texts)
 
-    def _texts(self, split: str) -> str | None:
+    @cache  # noqa: B019  # a command makes one
+    def texts(self, split: str) -> str | None:
         found = hashlib.sha256()
         for path in show_count(self.paths[split], f"{split}: comparing", total=len(self.paths[split]), unit="books"):
             found.update(bytes.fromhex(sha256_of(path)))
@@ -199,7 +212,7 @@ class Books:
             start = 0.0
 
 
-class Library:
+class Library(Haystack):
     """The sample library, with new books in every document, which begins anywhere in its first one.
 
     A chapter begins and ends with sentences that it has nowhere else: from its begin, short documents would not have
@@ -207,9 +220,6 @@ class Library:
     """
 
     name = "sample library from any sentence"
-
-    def texts(self, split: str) -> str | None:
-        return None
 
     def sentences(self, split: str, draw: random.Random) -> Iterator[str]:
         seed, start = draw.getrandbits(64), draw.random()

@@ -29,7 +29,7 @@ from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.datasets.options import positive
 from dist_mem.datasets.split_names import SPLITS
-from dist_mem.datasets.task_text import Task, add_task_options, build_tasks, draw_of_split
+from dist_mem.datasets.task_text import Task, add_task_options, build_tasks, document_of_words, draw_of_split
 
 FILLERS = ("random", "zero")
 
@@ -132,16 +132,6 @@ def key_of(example: Example, sizes: RecallSizes) -> str:
 
 def document(example: Example, number: int, tokenizer: WordTokenizer) -> TokenizedDocument:
     """Return an example as a document of which only the answers are scored."""
-    tokens = example.tokens.astype(tokenizer.dtype)
-    recall = np.zeros(len(tokens), dtype=np.int32)
+    recall = np.zeros(len(example.tokens), dtype=np.int32)
     recall[example.answers] = example.answers - example.referents
-    return TokenizedDocument(
-        id=f"{number:06d}",
-        title=f"example {number}",
-        year=None,
-        words=len(tokens),
-        bytes=int(tokenizer.piece_bytes[tokens].sum()),
-        tokens=tokens,
-        mask=recall > 0,
-        recall=recall,
-    )
+    return document_of_words(example.tokens, number, f"example {number}", tokenizer, mask=recall > 0, recall=recall)

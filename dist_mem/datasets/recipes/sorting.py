@@ -20,7 +20,7 @@ import numpy as np
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.datasets.split_names import SPLITS
-from dist_mem.datasets.task_text import Task, add_task_options, build_tasks
+from dist_mem.datasets.task_text import Task, add_task_options, build_tasks, document_of_words
 
 NUM_SYMBOLS = 20  # symbols are words "0" to "19"
 SEPARATOR = NUM_SYMBOLS
@@ -54,16 +54,9 @@ def sorting_task(length: int, *, seed: int) -> Task:
 def document(draw: np.random.RandomState, length: int, number: int, tokenizer: WordTokenizer) -> TokenizedDocument:
     """Draw the next sequence; only its answers are scored."""
     sequence = draw_sequence(draw, length)
-    tokens = np.concatenate([sequence, [SEPARATOR], answers(sequence)]).astype(tokenizer.dtype)
-    return TokenizedDocument(
-        id=f"{number:06d}",
-        title=f"sequence {number}",
-        year=None,
-        words=len(tokens),
-        bytes=int(tokenizer.piece_bytes[tokens].sum()),
-        tokens=tokens,
-        mask=np.arange(len(tokens)) > length,
-    )
+    tokens = np.concatenate([sequence, [SEPARATOR], answers(sequence)])
+    is_answer = np.arange(len(tokens)) > length
+    return document_of_words(tokens, number, f"sequence {number}", tokenizer, mask=is_answer)
 
 
 def sorting_tokenizer() -> WordTokenizer:
