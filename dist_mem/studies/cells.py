@@ -114,13 +114,9 @@ def keep_result(run: CellRun, column: str, result: Mapping[str, Any], report: Pa
     Args:
         report: of `dist-mem evaluate`, whose scores the cell keeps once, however many results are from it.
     """
-    if report is None:
-        _keep(run, column, result)
-    else:
-        content = read_json(report, UnusableError, _REMEDY)
-        _keep(
-            run, column, {**result, "report": report.stem}, {key: content[key] for key in ("format_version", "report")}
-        )
+    content = read_json(report, UnusableError, _REMEDY) if report else {}
+    scores = {key: content[key] for key in ("format_version", "report")} if report else None
+    _keep(run, column, {**result, "report": report.stem} if report else result, scores)
 
 
 def _keep(run: CellRun, column: str, result: Mapping[str, Any], scores: Mapping[str, Any] | None = None) -> None:
