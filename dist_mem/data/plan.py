@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -142,6 +143,28 @@ class DocumentPlan:
         ):
             raise _foreign_cursor(lane, cursor)
 
+    def advance(self, lane: int, cursor: Cursor, num_segments: int) -> Cursor:
+        """Return the cursor of a lane after it has read `num_segments` more; no document is opened.
+
+        A damaged document that a lane skips (`data.on_corrupt: skip`) is not known to a plan: it counts as read.
+        """
+
+        def starts_of(number: int) -> np.ndarray:
+            return segment_starts(int(self.lengths[number]), seg_len=self.seg_len, cut=self.cut)
+
+        place, left = cursor.place, num_segments  # segments from the beginning of the document at `place`
+        if cursor.offset:
+            left += int(np.searchsorted(starts_of(self.documents(cursor.epoch, lane)[place]), cursor.offset))
+        for epoch in count(cursor.epoch):
+            numbers = self.documents(epoch, lane)[place:]
+            ends = np.cumsum(num_segments_of(self.lengths[numbers], self.seg_len))
+            ended = int(np.searchsorted(ends, left, side="right"))  # documents read to their end
+            left -= int(ends[ended - 1]) if ended else 0
+            if ended < len(numbers):
+                return Cursor(epoch, place + ended, int(starts_of(numbers[ended])[left]))
+            place = 0
+        raise AssertionError("a plan is endless")
+
     def _deal(self, epoch: int) -> Deal:
         while len(self._deals) <= epoch:
             self._deals.append(self._deal_next())
@@ -221,6 +244,12 @@ class StreamPlan:
         start, stop = self.span(lane)
         if cursor.epoch < 0 or cursor.place != 0 or not 0 <= cursor.offset < stop - start:
             raise _foreign_cursor(lane, cursor)
+
+    def advance(self, lane: int, cursor: Cursor, num_segments: int) -> Cursor:
+        """Return the cursor of a lane after it has read `num_segments` more."""
+        start, stop = self.span(lane)
+        epochs, index = divmod(cursor.offset // self.seg_len + num_segments, -(-(stop - start) // self.seg_len))
+        return Cursor(cursor.epoch + epochs, 0, index * self.seg_len)
 
 
 Plan = DocumentPlan | StreamPlan

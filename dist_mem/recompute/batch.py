@@ -1,7 +1,7 @@
 """`dist-mem batch RUN --step S`: documents, positions and text that every lane read at a step.
 
     history.jsonl -> configuration and ranks of the step
-    nearest checkpoint before it -> cursors -> data/positions.py -> read_lane -> the segments of the step
+    nearest checkpoint before it -> cursors -> plan.advance -> read_lane -> the segments of the step
 
 Neither a model nor DeepSpeed is needed. The plan does not depend on ranks, and skipped or rolled back updates advance
 the cursors too, so the segments of a step follow from its number alone.
@@ -25,7 +25,6 @@ from dist_mem.data.documents import Documents, find_document
 from dist_mem.data.lanes import training_plan
 from dist_mem.data.mixture import MixturePart, source_names
 from dist_mem.data.plan import START, Cursor, Plan, StreamPlan, lanes_of_rank
-from dist_mem.data.positions import advance
 from dist_mem.data.segments import Segment, read_lane
 from dist_mem.data.shard import Index
 from dist_mem.data.tokenizers.base import Tokenizer
@@ -126,7 +125,7 @@ def _cursors_before(
         read = [list(islice(read_lane(documents, plan, lane=lane, cursor=cursor), num_segments))[-1:]
                 for lane, cursor in enumerate(cursors)]  # fmt: skip
         return [last[0].after if last else cursor for last, cursor in zip(read, cursors, strict=True)]
-    return [advance(plan, lane, cursor, num_segments) for lane, cursor in enumerate(cursors)]
+    return [plan.advance(lane, cursor, num_segments) for lane, cursor in enumerate(cursors)]
 
 
 def _read_lanes(

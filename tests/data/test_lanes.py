@@ -35,7 +35,6 @@ from dist_mem.data.plan import (
     lanes_of_rank,
     make_plan,
 )
-from dist_mem.data.positions import advance
 from dist_mem.data.prefetch import Prefetcher
 from dist_mem.data.segments import read_lane
 from dist_mem.data.shard import Index, ShardError, ShardSource, read_index
@@ -219,7 +218,7 @@ def test_a_position_by_arithmetic_is_the_position_after_reading(
     with reading.index() as index:
         documents = Documents(index, reading.lengths, bos_id=BOS)
         read = list(islice(read_lane(documents, plan, lane=lane), begin + count + 1))
-        cursor = advance(plan, lane, read[begin - 1].after if begin else START, count)
+        cursor = plan.advance(lane, read[begin - 1].after if begin else START, count)
         plan.check_cursor(lane, cursor)
         found = next(read_lane(documents, plan, lane=lane, cursor=cursor))
     assert found.tokens.tolist() == read[-1].tokens.tolist()

@@ -24,7 +24,6 @@ from dist_mem.data.mixture import (
     source_settings,
 )
 from dist_mem.data.plan import START
-from dist_mem.data.positions import advance
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.words import count_words
 from dist_mem.errors import UnusableError
@@ -112,8 +111,8 @@ def test_new_weights_change_nothing_that_was_begun_and_hold_from_the_next_docume
     assert after[: len(begun)] == begun
     later = [number for _, _, number in after[len(begun) :]][:1000]
     assert abs(shares(changed, later)[0] - weight) < 0.005
-    cursors = [advance(plan, lane, START, read) for lane in range(LANES)]
-    assert [advance(changed, lane, START, read) for lane in range(LANES)] == cursors
+    cursors = [plan.advance(lane, START, read) for lane in range(LANES)]
+    assert [changed.advance(lane, START, read) for lane in range(LANES)] == cursors
     for lane, cursor in enumerate(cursors):
         changed.check_cursor(lane, cursor)
         assert changed.epochs_done(lane, *cursor) == pytest.approx(read * LANES / changed.num_segments)
