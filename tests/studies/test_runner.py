@@ -74,6 +74,7 @@ from tests.support.small_studies import write as write_study
 
 STEPS = 40
 DEV = {"dev": {"metric": "token_perplexity", "split": "validation"}}
+ONE_ROW = {"kindnone": ["memory.kind=none"]}
 
 
 @pytest.fixture
@@ -728,9 +729,7 @@ def test_a_trial_is_that_of_all_seeds_and_one_that_diverges_ends_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was made again once the first seed had finished; a row that diverges was the end of the whole study."""
-    data = build_books(tmp_path)
-    write_config(tmp_path / "job.yaml", data, tmp_path / "unused", {"tracking": {"mlflow": False}})
-    study = load_study(write_study(tmp_path, SWEEP, grid={}, rows={"wild": ["optimizer.lr=1e30"]}, data=str(data)))
+    study = load_study(write_small_study(tmp_path, monkeypatch, rows={"wild": ["optimizer.lr=1e30"]}))
     runs = all_runs(study, tmp_path, [0, 1])
     job = StudyCall(study, tmp_path, runs, 1, [], StopSignal([]))
     assert len({trial_settings(job, run, 1) for run in runs}) == 1
@@ -749,11 +748,8 @@ def test_a_trial_is_that_of_all_seeds_and_one_that_diverges_ends_no_other(
 
 def test_an_estimate_of_tuned_rows_is_of_their_trials_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all trials finished, the rows had no tuned settings, and their own finished cells were refused."""
-    data = build_books(tmp_path)
-    write_config(tmp_path / "job.yaml", data, tmp_path / "unused", {"tracking": {"mlflow": False}})
     tune = {"grid": {"optimizer.lr": [0.001, 0.004]}, "most": 2}
-    write_study(tmp_path, SWEEP, grid={"memory.kind": ["none"]}, columns=DEV, data=str(data), tune=tune)
-    monkeypatch.chdir(tmp_path)
+    write_small_study(tmp_path, monkeypatch, rows=ONE_ROW, tune=tune)
     estimated = list[list[str]]()
     monkeypatch.setattr(
         "dist_mem.studies.run_study._estimate", lambda job, places: estimated.append([run.row for run in job.runs])
@@ -778,11 +774,8 @@ def test_trials_that_slurm_has_trained_are_measured_before_the_rows_are_submitte
 
     Then some steps of each were trained where it was called, for an estimate that no job needs.
     """
-    data = build_books(tmp_path)
-    config = write_config(tmp_path / "job.yaml", data, tmp_path / "unused", {"tracking": {"mlflow": False}})
     tune = {"grid": {"optimizer.lr": [0.001, 0.004, 0.5]}, "most": 3}
-    write_study(tmp_path, SWEEP, grid={"memory.kind": ["none"]}, columns=DEV, data=str(data), tune=tune)
-    monkeypatch.chdir(tmp_path)
+    write_small_study(tmp_path, monkeypatch, rows=ONE_ROW, tune=tune)
     submitted, measured = list[list[str]](), list[str]()
 
     def submit(runs: Path, launch: LaunchConfig, **options: Any) -> int:
@@ -797,13 +790,13 @@ def test_trials_that_slurm_has_trained_are_measured_before_the_rows_are_submitte
     monkeypatch.setattr("dist_mem.studies.run_study.submit_array", submit)
     monkeypatch.setattr("dist_mem.studies.run_study.run_one", measure)
     monkeypatch.setattr("dist_mem.studies.run_study._estimate", lambda *_: pytest.fail("trains"))
-    launch = load_config([str(config)]).launch
+    launch = load_config(["job.yaml"]).launch
     asked = StudyRequest("one.yaml", "sweep", out=Path("out"), launch=launch, estimate=True)
 
     def trained(out: Path, *rows: str, seed: int) -> None:
         for run in (CellRun(row, "", seed, out).directory for row in rows):
             run.mkdir(parents=True)
-            mark_finished(run, 1, load_config([str(config)]).train)
+            mark_finished(run, 1, load_config(["job.yaml"]).train)
 
     def diverged(row: str) -> None:
         code = CellRun(row, "", 1, Path("out") / "tuning").directory / "slurm" / "7" / "exit_code"
@@ -831,11 +824,7 @@ def test_a_grid_does_not_grow_beyond_what_its_key_accepts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No row was ever trained: the call ended with the refusal of a value that nobody had written."""
-    data = build_books(tmp_path)
-    write_config(tmp_path / "job.yaml", data, tmp_path / "unused", {"tracking": {"mlflow": False}})
-    tune = {"grid": {"model.dropout": [0.3, 0.6]}}
-    write_study(tmp_path, SWEEP, grid={"memory.kind": ["none"]}, columns=DEV, data=str(data), tune=tune)
-    monkeypatch.chdir(tmp_path)
+    write_small_study(tmp_path, monkeypatch, rows=ONE_ROW, tune={"grid": {"model.dropout": [0.3, 0.6]}})
     for value, loss in ((0.3, 5.0), (0.6, 4.0)):
         for column in ("tuned", "tuned on validation"):
             keep_result(
