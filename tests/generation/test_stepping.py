@@ -23,6 +23,8 @@ from dist_mem.memory.base import Inspectable, named_tensors
 from dist_mem.memory.transformer_xl import TransformerXL
 from dist_mem.model import LMState, MemoryLM
 from tests.support.contract_cases import CASES, SEG_LEN, small_block, small_model
+from tests.support.generating import SAMPLING as SAMPLED
+from tests.support.generating import same_reading
 from tests.support.llama_models import DYNAMIC, QWEN3
 from tests.support.logging_memory import Logging
 
@@ -31,7 +33,6 @@ CACHE = {"kind": "transformer_xl", "mem_len": SEG_LEN + 1}
 GPT2 = {"kind": "gpt2", "num_positions": SEG_LEN, "d_head": None}
 LLAMA = {"kind": "llama", "num_kv_heads": 1, "qkv_bias": True, "d_head": 6}
 TYPES = [TokenTypeConfig(id=3), TokenTypeConfig(id=5, after=[1]), TokenTypeConfig(id=7, after=[2, 4])]
-SAMPLED = Sampling(temperature=1.3, top_k=8, top_p=0.95, seed=5)
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -111,11 +112,6 @@ def trained_model(case: str, dtype: torch.dtype = torch.float64) -> TrainedModel
     return TrainedModel(cases()[case].model(dtype), tokenizer, config, checkpoint, torch.device("cpu"), dtype)
 
 
-def equal(one: Any, other: Any) -> bool:
-    first, second = named_tensors(one), named_tensors(other)
-    return first.keys() == second.keys() and all(torch.equal(part, second[name]) for name, part in first.items())
-
-
 @pytest.mark.parametrize("case", [case for case in cases() if case not in CASES])  # of those, see the contract's tests
 def test_a_row_is_that_of_the_whole_segment_at_every_place(case: str) -> None:
     """From an empty memory and a full one, by one row and by two, the lanes at different places.
@@ -170,7 +166,7 @@ def test_what_is_carried_is_that_of_reading_the_text_to_the_last_bit(case: str) 
     trained = trained_model(case, torch.float32)
     begun = read(trained, start(trained, 2), [prompts()[-1], prompts()[-1].flip(0)])
     written = generate(trained, begun, num_tokens=3 * SEG_LEN, sampling=SAMPLED)
-    assert equal(written.reading, read(trained, begun, written.tokens))
+    assert same_reading(written.reading, read(trained, begun, written.tokens))
 
 
 @torch.no_grad()
