@@ -32,6 +32,7 @@ from dist_mem.evaluation.job import (
     use_threads,
 )
 from dist_mem.evaluation.kept_memory import states_and_inputs
+from dist_mem.evaluation.memory_file import MemoryFile
 from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
 from dist_mem.evaluation.scoring import score_split
@@ -156,7 +157,7 @@ def _run(
             tokenizer=trained.tokenizer,
             world=world,
         )
-        answers = score_answers(trained, conversations, settings)
+        answers = score_answers(trained, conversations, settings, before)
         groups = group_scores(report.documents, answers)
         protocol, sampling = protocol_of(config), settings.sampling
         print(
@@ -190,9 +191,13 @@ def first_documents(index: Index, limit: int | None) -> Index:
 
 
 def score_answers(
-    trained: TrainedModel, conversations: Sequence[Conversation], settings: DialogueRequest
+    trained: TrainedModel, conversations: Sequence[Conversation], settings: DialogueRequest, before: MemoryFile | None
 ) -> list[ScoredAnswer]:
-    """Return the model's replies to the history of each chosen reply, with their metrics."""
+    """Return the model's replies to the history of each chosen reply, with their metrics.
+
+    Args:
+        before: memory of a text that every conversation continues; None: each is a document.
+    """
     score = make_scorer(settings.wordnet)
     chosen = [
         choose_replies(conversation.replies, first=MIN_HISTORY, num_chosen=settings.turns)
@@ -205,7 +210,7 @@ def score_answers(
         num_lanes=trained.config.eval.batch_size,
         num_tokens=settings.num_tokens,
         sampling=settings.sampling,
-        after=None if settings.memory is None else Memory.load(settings.memory).reading_of(trained),
+        after=before and Memory(before.texts, file=before).reading_of(trained),
     )
     scored = []
     with Progress(sum(map(len, chosen)), "writing replies", unit="replies") as progress:

@@ -257,17 +257,24 @@ def test_data_without_replies_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_continues_the_memory_and_writes_apart(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = load_model(run_dir)
+    """The file was read a second time for the replies, after hours of scoring: another one by then, or none."""
+    trained, score = load_model(run_dir), command.score_split
     memory = read_text(trained, "A shark eats a swimmer.", name="film.txt")
     memory.save(tmp_path / "film.mem")
-    command = ["dialogue", str(run_dir), "--split", "test", "--limit", "1", "--turns", "1", "--tokens", "3"]
-    assert main(command) == EXIT_DONE
-    assert main([*command, "--memory", str(tmp_path / "film.mem")]) == EXIT_DONE
+    tag = read_memory_file(tmp_path / "film.mem").tag
+    arguments = ["dialogue", str(run_dir), "--split", "test", "--limit", "1", "--turns", "1", "--tokens", "3"]
+    assert main(arguments) == EXIT_DONE
+
+    def score_and_remove(*given: Any, **options: Any) -> Any:
+        (tmp_path / "film.mem").unlink()
+        return score(*given, **options)
+
+    monkeypatch.setattr(command, "score_split", score_and_remove)
+    assert main([*arguments, "--memory", str(tmp_path / "film.mem")]) == EXIT_DONE
     assert ", documents, after film.txt (23 tokens), top-p" in capsys.readouterr().out
     name = "dialogue-test-step-00000003-limit1-turns1-tokens3"
-    tag = read_memory_file(tmp_path / "film.mem").tag
     before, after = (json.loads((run_dir / "evaluations" / f"{name}{end}.json").read_text()) for end in ("", f"-{tag}"))
     assert before["groups"][0]["perplexity"] != after["groups"][0]["perplexity"]
     assert "memory_file" not in before
