@@ -139,12 +139,11 @@ def shares(job: TrainingJob, sizes: ModelSizes) -> Shares:
         # Weights that will be used again soon stay whole, beside the bucket in which the next ones arrive.
         live = min(sizes.parameters, zero.get("stage3_max_live_parameters", _LIVE))
         live += min(sizes.parameters, zero.get("stage3_prefetch_bucket_size", _PREFETCH))
-        weights = size * (-(-sizes.parameters // world_size) + live)
-    if on_gpu and _offloads(zero, "offload_param"):
-        weights -= size * (-(-sizes.parameters // world_size))
+        offloads = on_gpu and _offloads(zero, "offload_param")  # DeepSpeed reads it at this stage only
+        weights = size * (live + (0 if offloads else -(-sizes.parameters // world_size)))
     muon = muon_settings(job.optimizer)
     of_muon = orthogonal_bytes(sizes.matrices, muon.precision) if muon else 0
-    if on_gpu and _offloads(zero, "offload_optimizer"):
+    if on_gpu and stage > 0 and _offloads(zero, "offload_optimizer"):
         optimizer, update = 0, of_muon
     else:
         update = _update_work(stage, size, sizes, world_size, of_muon=of_muon)

@@ -23,7 +23,7 @@ from dist_mem.estimate.memory import (
     training_parts,
     writing_parts,
 )
-from dist_mem.estimate.zero import job_of
+from dist_mem.estimate.zero import Shares, job_of, shares, sizes_of
 from dist_mem.memory import memory_kinds, memory_options
 from dist_mem.memory.base import detach_state, named_tensors
 from dist_mem.model import MemoryLM
@@ -154,6 +154,21 @@ def test_a_training_needs_what_is_predicted(
     for counted, used in rank_pool(2).run(trained, config, changes):
         print(f"stage {stage}, {precision}: {counted / used:.2f} of {used / 2**20:,.1f} MiB")
         assert 0.75 * used <= counted <= 1.15 * used  # a model of 9 MiB; stage 2 in fp32 is 0.80
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_only_what_deepspeed_takes_from_the_gpu_at_a_stage_is_not_counted(stage: int) -> None:
+    """`estimate` let a job fit whose weights at stages 0 to 2, and optimizer at stage 0, DeepSpeed leaves there."""
+
+    def held(*offloaded: str) -> Shares:
+        zero = [f"deepspeed.zero_optimization.{key}.device=cpu" for key in offloaded]
+        config = shipped(ROOT / "demo.yaml", f"deepspeed.zero_optimization.stage={stage}", *zero)
+        job = job_of(config, VOCAB_SIZE, world_size=2, on_gpu=True)
+        return shares(job, sizes_of(job.spec, torch.float32, job.optimizer))
+
+    usual, moved = held(), held("offload_optimizer", "offload_param")
+    assert (moved.weights < usual.weights) == (stage == 3) and moved.weights > 0
+    assert moved.optimizer == (0 if stage else usual.optimizer) < 2 * usual.optimizer
 
 
 def scored(config: Config, num_lanes: int) -> int:
