@@ -67,11 +67,11 @@ def passages_content(removed: Counterfactual) -> dict[str, Any]:
     needed = removed.most_harmful()
     later = []
     for passage in removed.passages():
-        rise = removed.without(passage).nan_to_num(0.0)
+        places, rise = removed.rises(passage)
         worst = rise.topk(min(LATER, len(rise)))
-        pairs = zip(worst.indices.tolist(), worst.values.tolist(), strict=True)
+        pairs = zip(places[worst.indices].tolist(), worst.values.tolist(), strict=True)
         tokens = [[position, round(value, DIGITS)] for position, value in pairs if value > 0.0]
-        later.append({**passage._asdict(), "nats": float(rise.double().sum()), "tokens": tokens})
+        later.append({**passage._asdict(), "nats": float(rise.sum()), "tokens": tokens})
     most = {"begin": needed.begin.tolist(), "end": needed.end.tolist(), "rise": column(needed.rise)}
     return {"most_harmful": most, "removed": later}
 

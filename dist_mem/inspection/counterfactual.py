@@ -84,17 +84,26 @@ class Counterfactual:
         """Return by how much each token's loss rises without a passage, (N,) float32; nan where it was not removed."""
         rise = torch.full((self.num_tokens,), torch.nan)
         for first, of_segment in self._rises.get(passage, ()):
-            here = rise[first : first + len(of_segment)]
-            here[:] = of_segment[: len(here)]
+            rise[first : first + len(of_segment)] = of_segment
         return rise
+
+    def rises(self, passage: TokenSpan) -> tuple[Tensor, Tensor]:
+        """Return the positions of the scored tokens that were read without a passage, (K,) int64, and `without` there.
+
+        A book has thousands of passages, each of which is tried in a few segments: a value per token takes minutes.
+        """
+        parts = [torch.stack([first + torch.arange(len(rise)), rise.double()]) for first, rise in self._rises[passage]]
+        places, rises = torch.cat(parts, dim=1)
+        is_scored = ~rises.isnan()
+        return places[is_scored].long(), rises[is_scored]
 
     @cached_property
     def _rises(self) -> dict[TokenSpan, list[tuple[int, Tensor]]]:
-        """The segments that were read without a passage: position of the first target, and rises, (T,)."""
+        """The segments that were read without a passage: position of the first target, and rises, (T,) or fewer."""
         found: dict[TokenSpan, list[tuple[int, Tensor]]] = {}
         for first, passages, rises in self.removals:
             for passage, rise in zip(passages, rises, strict=True):
-                found.setdefault(passage, []).append((first, rise))
+                found.setdefault(passage, []).append((first, rise[: self.num_tokens - first]))
         return found
 
 

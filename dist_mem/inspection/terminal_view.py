@@ -9,12 +9,10 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from dist_mem.evaluation.scores import format_metric
 from dist_mem.inspection.aggregates import Aggregates, WordGain, word_gains
 from dist_mem.inspection.counterfactual import Counterfactual, TokenSpan
-from dist_mem.inspection.words import TextWord
+from dist_mem.inspection.words import TextWord, words_of
 from dist_mem.runtime.terminal import StyledText, cut_short, in_style, make_printable, table
 
 LEVELS = (0.25, 1.0, 3.0)  # nats; from each on, another colour
@@ -106,11 +104,10 @@ def _on_one_line(pieces: Sequence[str]) -> str:
 
 def excerpt(word: TextWord, passage: TokenSpan, pieces: Sequence[str]) -> str:
     """Return the part of a passage around its last mention of the word; its beginning if it has none."""
-    wanted = word.text.strip()
-    for position in reversed(range(max(0, passage.begin), min(passage.end, len(pieces)))):
-        if wanted and pieces[position].strip() == wanted:
-            return text_around(position, position + 1, pieces)
     begin = max(0, passage.begin)
+    for found in reversed(words_of(pieces[begin : passage.end])):
+        if found.text == word.text:
+            return text_around(begin + found.first, begin + found.end, pieces)
     return _on_one_line(pieces[begin : min(passage.end, begin + 2 * _CONTEXT + 1)])
 
 
@@ -146,24 +143,19 @@ def legend(*, with_colour: bool) -> str:
 
 def passages_table(removed: Counterfactual, words: Sequence[TextWord], pieces: Sequence[str]) -> list[str]:
     """Return the lines of a table of the passages that later tokens need most, and of what needs them."""
-    # A long book has thousands of passages, each with a value per token: only those that are shown are held.
-    passages = heapq.nlargest(PASSAGES, removed.passages(), key=lambda passage: _total(removed.without(passage)))
-    largest = [(passage, removed.without(passage).double()) for passage in passages]
+    totals = {passage: float(removed.rises(passage)[1].sum()) for passage in removed.passages()}
+    largest = heapq.nlargest(PASSAGES, totals, key=totals.__getitem__)
     needing = []
-    for _, rise in largest:
-        found = sorted(word_gains(words, rise), key=lambda each: -each.gain)[:NEEDING]
+    for passage in largest:
+        found = sorted(word_gains(words, removed.without(passage)), key=lambda each: -each.gain)[:NEEDING]
         needing.append(
             ", ".join(f"{cut_short(each.word.text, _WIDEST)} at {each.word.first} ({each.gain:.2f})" for each in found)
         )
     return _table(
         [
-            ["passage removed", *(f"{passage.begin}:{passage.end}" for passage, _ in largest)],
-            ["nats", *(f"{_total(rise):.2f}" for _, rise in largest)],
-            ["begins", *(text_around(max(0, passage.begin), max(0, passage.begin), pieces) for passage, _ in largest)],
+            ["passage removed", *(f"{passage.begin}:{passage.end}" for passage in largest)],
+            ["nats", *(f"{totals[passage]:.2f}" for passage in largest)],
+            ["begins", *(text_around(max(0, passage.begin), max(0, passage.begin), pieces) for passage in largest)],
             ["later words that get worse", *needing],
         ]
     )
-
-
-def _total(rise: Tensor) -> float:
-    return float(rise.double().nansum())

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from dist_mem.inspection.content import passages_content
 from dist_mem.inspection.counterfactual import Counterfactual, Removals, TokenSpan, remove_passages
 from dist_mem.inspection.reading import text_document
 from dist_mem.inspection.request import InspectionRequest, InspectionSubject
-from dist_mem.inspection.terminal_view import PASSAGES, colour_words, passages_table, top_table
+from dist_mem.inspection.terminal_view import PASSAGES, colour_words, excerpt, passages_table, top_table
 from dist_mem.inspection.words import FUNCTION, MARK, NAME, NUMBER, OTHER, distances_to_last, words_of
 from tests.support.evaluated_runs import MEMORIES, asked, make_diverged_run, make_run
 from tests.support.messages import refused, said
@@ -180,8 +179,8 @@ def test_losses_that_are_not_finite_are_refused(
     assert not list(run.rglob("inspect-*"))
 
 
-def test_the_table_of_passages_holds_the_columns_of_its_lines_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It held a value per token for every passage: 42 GB for a book of 580,000 tokens.
+def test_a_value_per_token_is_made_of_the_passages_in_the_table_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was made of every passage, and all were held: 42 GB for a book of 580,000 tokens, later minutes.
 
     It also went through all removals for each of them, and once more for each of the largest gains.
     """
@@ -196,28 +195,29 @@ def test_the_table_of_passages_holds_the_columns_of_its_lines_only(monkeypatch: 
     num_passages, seg_len = 60, 8
     passages = [TokenSpan(begin * seg_len, (begin + 1) * seg_len) for begin in range(num_passages)]
     rises = torch.rand(num_passages, seg_len, generator=torch.Generator().manual_seed(5))
+    rises[-1, -3:] = torch.nan  # padding
     removals = CountedList(
         Removals(end, [TokenSpan(begin, end)], rise[None]) for (begin, end), rise in zip(passages, rises, strict=True)
     )
-    num_tokens = (num_passages + 1) * seg_len
-    columns: list[weakref.ref[torch.Tensor]] = []
-    num_held, without = [0], Counterfactual.without
+    pieces = [" a"] * ((num_passages + 1) * seg_len - 3)
+    removed, shown, without = Counterfactual(len(pieces), removals), list[TokenSpan](), Counterfactual.without
 
     def counted(removed: Counterfactual, passage: TokenSpan) -> torch.Tensor:
-        column = without(removed, passage).double()  # of which `double` makes no other
-        columns.append(weakref.ref(column))
-        num_held.append(sum(each() is not None for each in columns))
-        return column
+        shown.append(passage)
+        return without(removed, passage)
 
     monkeypatch.setattr(Counterfactual, "without", counted)
-    pieces = [" a"] * num_tokens
-    removed = Counterfactual(num_tokens, removals)
     lines = passages_table(removed, words_of(pieces), pieces)
-    assert len(passages_content(removed)["removed"]) == num_passages
+    found = passages_content(removed)["removed"]
     assert removals.times == 2, "by passage, and for the passage that each token needs"
-    assert max(num_held) <= PASSAGES + 2
-    largest = [passages[place] for place in rises.double().sum(dim=1).argsort(descending=True)[:PASSAGES].tolist()]
-    assert [line.split()[0] for line in lines[1:]] == [f"{passage.begin}:{passage.end}" for passage in largest]
+    assert [line.split()[0] for line in lines[1:]] == [f"{passage.begin}:{passage.end}" for passage in shown]
+    columns = [without(removed, passage) for passage in passages]
+    totals = [float(column.double().nansum()) for column in columns]
+    assert shown == sorted(passages, key=lambda each: -totals[passages.index(each)])[:PASSAGES]
+    assert [each["nats"] for each in found] == pytest.approx(totals)
+    worst = [column.nan_to_num(0.0).sort(descending=True) for column in columns]
+    for each, (values, places) in zip(found, worst, strict=True):
+        assert [place for place, _ in each["tokens"]] == places[values > 0].tolist()
 
 
 def test_results_are_written_before_they_are_shown(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +294,16 @@ def test_the_groups_sum_to_the_whole() -> None:
     assert (names.label, sum(group.num_words for group in found.by_distance)) == (NAME, names.num_words)
     assert found.top[0].gain == max(each.gain for each in found.top)
     assert found.names_in_top == sum(each.word.kind == NAME for each in found.top)
+
+
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_a_passage_is_shown_around_its_last_mention_of_the_word_whatever_the_tokens_are(size: int) -> None:
+    """With words of several tokens, as all of a tokenizer of bytes, its beginning was shown instead."""
+    text = "It was long ago. Mara met Holt and then Holt slept in the barn. Nobody saw Holt"
+    pieces = [part[at : at + size] for part in re.findall(r"\s*\w+|\.", text) for at in range(0, len(part), size)]
+    *_, word = words_of(pieces)
+    shown = excerpt(word, TokenSpan(-1, word.first), pieces)
+    assert "Holt sl" in shown and "long" not in shown
 
 
 def test_a_text_without_blanks_makes_no_wide_table() -> None:
