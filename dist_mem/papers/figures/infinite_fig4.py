@@ -94,7 +94,8 @@ def draw(name: str, sources: Sequence[FigureSource]) -> DrawnFigure:
     found = [read_attention(source, conversation, answer) for answer in answers]
     lines = []
     for number, (one, color) in enumerate(zip(found, COLORS, strict=False)):
-        lines += lines_of([ShadedWord(f"Answer {number + 1}:", 0.0, color), *_colour_words(one.answer.text, color)])
+        written = [ShadedWord(word, 0.45, color) for word in one.answer.text.split()]
+        lines += lines_of([ShadedWord(f"Answer {number + 1}:", 0.0, color), *written])
     lines += [[]]
     lines += lines_of(excerpts(_shade_words(found), AROUND))[: MOST_LINES - len(lines)]
     picture, axes = new_picture(0.165 * len(lines) + 0.5)
@@ -122,10 +123,6 @@ def _conversation(source: FigureSource, document: Document) -> Conversation:
     entry = source.documents.index.documents[document.number]
     replies = find_replies(np.asarray(document.scored, dtype=bool))
     return Conversation(document.number, entry.id, entry.title, document.tokens, replies)
-
-
-def _colour_words(text: str, color: str) -> list[ShadedWord]:
-    return [ShadedWord(word, 0.45, color) for word in text.split()]
 
 
 def _shade_words(found: Sequence[AnswerAttention]) -> list[ShadedWord]:

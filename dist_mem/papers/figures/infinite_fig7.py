@@ -35,25 +35,20 @@ def densities(source: FigureSource, num_tokens: int) -> tuple[Tensor, int]:
     """
     signal_memories(source, "infinite.fig7")
     total, count = torch.zeros(()), 0
-    for document in source.chosen_documents():
-        for step, layers in source.read(document):
-            signals = [layer.rows["signal"] for layer in signal_layers(layers)]
-            if is_empty(signals[0]):
-                continue
-            mass = torch.stack([rows.weights[:, 0, : step.num_inputs].cpu() for rows in signals])
-            total = total + mass.double().sum(dim=2)
-            count += step.num_inputs
-            if count >= num_tokens:
-                return _density(total / count), count
+    for step, layers in source.read_all():
+        signals = [layer.rows["signal"] for layer in signal_layers(layers)]
+        if is_empty(signals[0]):
+            continue
+        mass = torch.stack([rows.weights[:, 0, : step.num_inputs].cpu() for rows in signals])
+        total = total + mass.double().sum(dim=2)
+        count += step.num_inputs
+        if count >= num_tokens:
+            break
     if not count:
         raise UnusableError(
             f"split {source.split}: no document is long enough for rows to enter the long-term memory: give another"
         )
-    return _density(total / count), count
-
-
-def _density(mass: Tensor) -> Tensor:
-    return mass.unflatten(2, (BARS, NUM_BINS // BARS)).sum(dim=3) * BARS
+    return (total / count).unflatten(2, (BARS, NUM_BINS // BARS)).sum(dim=3) * BARS, count
 
 
 def draw(name: str, sources: Sequence[FigureSource]) -> DrawnFigure:

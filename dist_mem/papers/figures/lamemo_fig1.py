@@ -17,7 +17,6 @@ from torch import Tensor
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure, Table
 from dist_mem.evaluation.plotting.style import add_grid, new_picture, styles
-from dist_mem.inspection.walk import SegmentReading
 from dist_mem.memory.parts.inspection import SIGNAL, SUMMARY, Inspection
 from dist_mem.papers.figures.parts.source import Figure, FigureSource
 from dist_mem.papers.figures.parts.words import mass_by_distance, token_mass
@@ -37,27 +36,21 @@ def attention_by_distance(source: FigureSource, num_tokens: int) -> tuple[dict[s
     """
     sums: dict[str, Tensor] = {}
     count = 0
-    for document in source.chosen_documents():
-        for step, layers in source.read(document):
-            if not layers[-1].rows:
-                raise source.missing_error(
-                    "lamemo.fig1", "attention weights", "its memory has no `inspect` that gives rows"
-                )
-            far = _far_enough(step)[: num_tokens - count]
-            count += len(far)
-            for name, mass in _by_softmax(layers[-1], step.num_inputs).items():
-                largest = mass if name == SUMMARY else mass.unflatten(1, (-1, INTERVAL)).amax(dim=2)
-                sums[name] = sums.get(name, 0.0) + largest[far].sum(dim=0)
-            if count >= num_tokens:
-                return {name: total / count for name, total in sums.items()}, count
+    for step, layers in source.read_all():
+        if not layers[-1].rows:
+            why = "its memory has no `inspect` that gives rows"
+            raise source.missing_error("lamemo.fig1", "attention weights", why)
+        predicted = step.first_input + 1 + torch.arange(step.num_inputs)
+        far = (predicted >= REACH).nonzero().flatten()[: num_tokens - count]  # with REACH tokens before them
+        count += len(far)
+        for name, mass in _by_softmax(layers[-1], step.num_inputs).items():
+            largest = mass if name == SUMMARY else mass.unflatten(1, (-1, INTERVAL)).amax(dim=2)
+            sums[name] = sums.get(name, 0.0) + largest[far].sum(dim=0)
+        if count >= num_tokens:
+            break
     if not count:
         raise UnusableError(f"split {source.split}: no document has more than {REACH} tokens, as lamemo.fig1 needs")
     return {name: total / count for name, total in sums.items()}, count
-
-
-def _far_enough(step: SegmentReading) -> Tensor:
-    """Return the queries whose predicted tokens have REACH tokens of the document before them."""
-    return (step.first_input + 1 + torch.arange(step.num_inputs) >= REACH).nonzero().flatten()
 
 
 def _by_softmax(layer: Inspection, num_queries: int) -> dict[str, Tensor]:

@@ -28,21 +28,18 @@ def mean_alpha(source: FigureSource, num_segments: int) -> tuple[dict[int, Tenso
     """
     sums: dict[int, Tensor] = {}
     count = 0
-    for document in source.chosen_documents():
-        for _, layers in source.read(document):
-            found = {number: layer.values["alpha"] for number, layer in enumerate(layers) if "alpha" in layer.values}
-            if not found:
-                raise source.missing_error("lamemo.fig6", "the coefficient alpha", "give a run of memory.kind lamemo")
-            first = next(iter(found))
-            spans = layers[first].rows["memory"].spans
-            if bool((spans.begin == spans.end).any()):
-                continue
-            for number, alpha in found.items():
-                mean = alpha[0].double().mean(dim=0).cpu()  # over the heads
-                sums[number] = sums[number] + mean if number in sums else mean
-            count += 1
-            if count == num_segments:
-                return {number: total / count for number, total in sums.items()}, count
+    for _, layers in source.read_all():
+        found = {number: layer.values["alpha"] for number, layer in enumerate(layers) if "alpha" in layer.values}
+        if not found:
+            raise source.missing_error("lamemo.fig6", "the coefficient alpha", "give a run of memory.kind lamemo")
+        spans = layers[next(iter(found))].rows["memory"].spans
+        if bool((spans.begin == spans.end).any()):
+            continue
+        for number, alpha in found.items():
+            sums[number] = sums.get(number, 0.0) + alpha[0].double().mean(dim=0).cpu()  # over the heads
+        count += 1
+        if count == num_segments:
+            break
     if not count:
         raise UnusableError(f"split {source.split}: no document is long enough to fill the memory; give another split")
     return {number: total / count for number, total in sums.items()}, count

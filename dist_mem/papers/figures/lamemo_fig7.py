@@ -61,8 +61,12 @@ def positional_variances(source: FigureSource, distances: Tensor, num_tokens: in
         return hook
 
     handles = [memory.register_forward_hook(keep(number)) for number, memory in enumerate(memories)]
+    count = 0
     try:
-        _read(source, num_tokens)
+        for step, _ in source.read_all():
+            count += step.num_inputs
+            if count >= num_tokens:
+                break
     finally:
         for handle in handles:
             handle.remove()
@@ -74,15 +78,6 @@ def positional_variances(source: FigureSource, distances: Tensor, num_tokens: in
         terms = positional @ (weight @ table.T)  # (H, tokens, P)
         found.append(terms.var(dim=1).mean(dim=0))
     return found
-
-
-def _read(source: FigureSource, num_tokens: int) -> None:
-    count = 0
-    for document in source.chosen_documents():
-        for step, _ in source.read(document):
-            count += step.num_inputs
-            if count >= num_tokens:
-                return
 
 
 def draw(name: str, sources: Sequence[FigureSource]) -> DrawnFigure:

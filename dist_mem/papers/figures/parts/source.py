@@ -107,6 +107,11 @@ class FigureSource:
                 if step.is_kept:
                     inspector.commit()
 
+    def read_all(self) -> Iterator[tuple[SegmentReading, list[Inspection]]]:
+        """Yield as `read` the segments of every document of `chosen_documents`."""
+        for document in self.chosen_documents():
+            yield from self.read(document)
+
     def missing_error(self, figure: str, what: str, fix: str) -> UnusableError:
         """Return the error of a run that cannot make a figure, because its memory does not give `what`."""
         return UnusableError(
