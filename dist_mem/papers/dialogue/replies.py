@@ -166,13 +166,8 @@ def _answer_batch(
         )
         for lane, place, tokens in zip(lanes, places, written.tokens, strict=True):
             read_so_far[lane] = place.start
-            yield _answer(trained, conversations[lane], place, tokens.numpy())
-
-
-def _answer(trained: TrainedModel, conversation: Conversation, place: Reply, written: np.ndarray) -> Answer:
-    decode = trained.tokenizer.decode
-    reference = decode(conversation.tokens[place.start : place.stop])
-    return Answer(conversation, place, line_of(decode(written)), line_of(reference))
+            parts = tokens.numpy(), conversations[lane].tokens[place.start : place.stop]
+            yield Answer(conversations[lane], place, *(line_of(trained.tokenizer.decode(part)) for part in parts))
 
 
 def _stream(conversation: Conversation, place: Reply) -> int:
