@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dist_mem.config import Config, EvalConfig, TrainConfig
+from dist_mem.config import Config, TrainConfig
 from dist_mem.data.batch_plan import batch_plan, idle_work
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import count_micro_batch, flops_per_token
@@ -13,7 +13,7 @@ from dist_mem.estimate.likely_time import LikelySeconds, likely_seconds
 from dist_mem.estimate.memory import MemoryPart, evaluated_memories, parts_at_peak, size, update_parts
 from dist_mem.estimate.search import Candidate, Cluster, best, candidates, nearest
 from dist_mem.estimate.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
-from dist_mem.estimate.zero import TrainingJob, job_of, sizes_of
+from dist_mem.estimate.zero import job_of, sizes_of
 from dist_mem.nn.kernel_shapes import planned_card
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.devices import Device
@@ -91,42 +91,29 @@ def estimate_job(
     Raises:
         UnusableError: the model cannot be built, or the device does not compute in `train.precision`.
     """
+    train, device, world_size = config.train, cluster.device, cluster.world_size
+    # The lanes of a split of documents are fewer if the split has fewer, which only the data says.
+    eval_lanes = 0 if config.eval.every is None else config.eval.batch_size
+    tokens = train.global_batch_size * train.seg_len * train.segments_per_update
     try:
-        with planned_card(cluster.device.memory):
-            on_gpu = cluster.device.name != "cpu"
-            job = job_of(config, vocab_size, world_size=cluster.world_size, on_gpu=on_gpu)
-            return _estimate(config.name, job, config.eval, cluster, disk_rate, steps, report)
+        with planned_card(device.memory):
+            job = job_of(config, vocab_size, world_size=world_size, on_gpu=device.name != "cpu")
+            sizes = sizes_of(job.spec, DTYPES[train.precision], job.optimizer)
+            report("the job as it is configured")
+            of_batch = count_micro_batch(job.spec, on_gpu=job.on_gpu)
+            time = step_time(job, sizes, of_batch, device, gpus_per_node=cluster.gpus_per_node)
+            flops = flops_per_token(job.spec).training
+            scored = evaluated_memories(job, sizes, config.eval, eval_lanes=eval_lanes)
+            parts = parts_at_peak(update_parts(job, sizes, of_batch), scored)
+            others = candidates(job, sizes, cluster, scored, report)
     except UnusableError:
         raise
     except ValueError as error:
         raise UnusableError(str(error)) from error
-
-
-def _estimate(
-    name: str,
-    job: TrainingJob,
-    eval_config: EvalConfig,
-    cluster: Cluster,
-    disk_rate: float,
-    steps: int | None,
-    report: Callable[[str], None],
-) -> JobEstimate:
-    spec, train, world_size = job.spec, job.spec.train, cluster.world_size
-    sizes = sizes_of(spec, DTYPES[train.precision], job.optimizer)
-    report("the job as it is configured")
-    of_batch = count_micro_batch(spec, on_gpu=job.on_gpu)
-    time = step_time(job, sizes, of_batch, cluster.device, gpus_per_node=cluster.gpus_per_node)
-    tokens = train.global_batch_size * train.seg_len * train.segments_per_update
-    flops = flops_per_token(spec).training
-    mfu = flops * tokens / time.total / (world_size * peak_flops(train, cluster.device))
-    # The lanes of a split of documents are fewer if the split has fewer, which only the data says.
-    eval_lanes = 0 if eval_config.every is None else eval_config.batch_size
-    scored = evaluated_memories(job, sizes, eval_config, eval_lanes=eval_lanes)
-    parts = parts_at_peak(update_parts(job, sizes, of_batch), scored)
+    mfu = flops * tokens / time.total / (world_size * peak_flops(train, device))
     checkpoint = checkpoint_cost(train, sizes, world_size=world_size, disk_rate=disk_rate)
-    others = candidates(job, sizes, cluster, scored, report)
-    expected = likely_seconds(spec, time, cluster.device, world_size=world_size)
-    return JobEstimate(name, cluster, parts, time, expected, steps, tokens, mfu, checkpoint, others)
+    expected = likely_seconds(job.spec, time, device, world_size=world_size)
+    return JobEstimate(config.name, cluster, parts, time, expected, steps, tokens, mfu, checkpoint, others)
 
 
 def as_json(job: JobEstimate) -> dict[str, Any]:
