@@ -32,7 +32,14 @@ from dist_mem.evaluation.report_names import FOLDER, ReportName, digest_part, jo
 from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import Aggregates, aggregate, word_gains
 from dist_mem.inspection.content import content_of
-from dist_mem.inspection.counterfactual import Counterfactual, MostHarmful, TokenSpan, check_forgets, remove_passages
+from dist_mem.inspection.counterfactual import (
+    MOST,
+    Counterfactual,
+    MostHarmful,
+    TokenSpan,
+    check_forgets,
+    remove_passages,
+)
 from dist_mem.inspection.reading import DocumentReading, read_document
 from dist_mem.inspection.request import InspectionRequest, InspectionSubject, open_other, open_subject, settings_of
 from dist_mem.inspection.terminal_view import (
@@ -88,14 +95,18 @@ def _run(world: World, check: StopCheck, *, request: InspectionRequest) -> None:
     for option, given in (("--without", request.without), ("--show", request.show)):
         if given is not None and given.begin >= length:
             raise UnusableError(f"{option} {given.begin}:{given.end}: the document has the tokens 0:{length}")
-    if request.without is not None or request.passages is not None:
+    removes = request.without is not None or request.passages is not None
+    if removes:
         check_forgets(subject.trained)  # before the document is read for hours
     other = None
     if request.against is not None:
         other = open_other(request, find_checkpoint_together(request.against, None, world), world)
         other.model.register_forward_pre_hook(check)
     reading = read_document(subject.trained, subject.document, other=other, empty_at=request.empty_at)
-    removed = _without_passages(request, subject)
+    removed = None
+    if removes:
+        asked = None if request.without is None else [request.without]
+        removed = remove_passages(subject.trained, subject.document, asked, most=request.passages or MOST)
     comparisons = _comparisons(request, reading, removed)
     words = words_of(reading.pieces)
     aggregates = aggregate(words, comparisons[-1].gain)
@@ -132,15 +143,6 @@ def _plain(name: str) -> str:
     """Return a part of the name of a file that stands for a name, however long; two names have two parts."""
     plain = re.sub(r"[^\w.-]", "_", name).encode()[:_MOST_BYTES].decode(errors="ignore")
     return plain if plain == name else f"{plain}_{digest_part(name)}"
-
-
-def _without_passages(request: InspectionRequest, subject: InspectionSubject) -> Counterfactual | None:
-    """Return the document without the passages that are asked for; None if none is."""
-    if request.without is not None:
-        return remove_passages(subject.trained, subject.document, [request.without])
-    if request.passages is not None:
-        return remove_passages(subject.trained, subject.document, most=request.passages)
-    return None
 
 
 def _comparisons(

@@ -85,18 +85,12 @@ def check_same_tokens(trained: TrainedModel, other: TrainedModel) -> None:
 
 
 def read_document(
-    trained: TrainedModel,
-    document: Document,
-    *,
-    other: TrainedModel | None = None,
-    empty_at: int | None = None,
-    top: int = TOP,
+    trained: TrainedModel, document: Document, *, other: TrainedModel | None = None, empty_at: int | None = None
 ) -> DocumentReading:
     """Read a document with memory and without, and with the memory of another model.
 
     Args:
         empty_at: position; the memory is also emptied once, before the first segment that begins there or later.
-        top: passages to keep per token, layer and kind of rows.
 
     Raises:
         UnusableError: the models have different tokenizers, or no segment begins at `empty_at` or later.
@@ -106,7 +100,7 @@ def read_document(
     place = None if empty_at is None else first_border(trained, document, empty_at)
     passes = 2.5 + (other is not None) + (empty_at is not None)  # but the windows of another model without memory
     with Progress(int(passes * len(document.tokens)), "reading") as progress:
-        nll, layers = _read_with_memory(trained, document, top, progress)
+        nll, layers = _read_with_memory(trained, document, progress)
         without = losses_of(trained, document, progress, always)
         windowed = losses_in_windows(trained, document, without, progress) if has_memory(trained) else without
         emptied = None
@@ -143,7 +137,7 @@ def first_border(trained: TrainedModel, document: Document, position: int) -> in
 
 
 def _read_with_memory(
-    trained: TrainedModel, document: Document, top: int, progress: Progress
+    trained: TrainedModel, document: Document, progress: Progress
 ) -> tuple[Tensor, tuple[dict[str, AttendedPassages], ...]]:
     """Return the losses, and where each layer looked."""
     num_tokens = len(document.tokens)
@@ -154,7 +148,7 @@ def _read_with_memory(
             put_losses(losses, step, step.output.nll[0])
             for looked, layer in zip(layers, inspector.layers, strict=True):
                 for kind, rows in memory_rows(layer).items():
-                    put_looked(looked.setdefault(kind, attend_nowhere(num_tokens, top)), step, rows)
+                    put_looked(looked.setdefault(kind, attend_nowhere(num_tokens, TOP)), step, rows)
             if step.is_kept:
                 inspector.commit()
             progress.add(step.num_inputs)

@@ -26,12 +26,8 @@ def column(values: np.ndarray, kind: str) -> dict[str, str]:
     stored = np.ascontiguousarray(values).astype(np.dtype(f"<{kind}"), casting="unsafe")
     if kind != "f4" and not np.array_equal(stored, values):
         raise ValueError(f"a value does not fit into {kind}: they reach from {values.min()} to {values.max()}")
-    planes = stored.reshape(-1, 1).view(np.uint8).T
-    return {"kind": kind, "data": base64.b64encode(_deflate(planes)).decode()}
-
-
-def _deflate(planes: np.ndarray) -> bytes:
-    return zlib.compress(np.ascontiguousarray(planes).tobytes(), level=6)
+    planes = np.ascontiguousarray(stored.reshape(-1, 1).view(np.uint8).T)
+    return {"kind": kind, "data": base64.b64encode(zlib.compress(planes.tobytes(), level=6)).decode()}
 
 
 def numbers(stored: dict[str, Any]) -> np.ndarray:

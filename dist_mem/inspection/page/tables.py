@@ -31,7 +31,8 @@ def find_evaluations(run_dir: Path, label: str) -> list[EvaluationReport]:
 
 def newest_by_protocol(evaluations: Sequence[EvaluationReport]) -> dict[tuple[str, str], EvaluationReport]:
     """Return the newest report with memory of every run (label) and protocol, as "test" or "test, mem_len-64"."""
-    return {(entry.run, _protocol(entry)): entry for entry in evaluations if not is_without_memory(entry.path)}
+    found = [entry for entry in evaluations if not is_without_memory(entry.path)]
+    return {(entry.run, ", ".join(filter(None, (entry.name.split, entry.name.tag)))): entry for entry in found}
 
 
 def summary_table(evaluations: Sequence[EvaluationReport]) -> Markup:
@@ -57,11 +58,6 @@ def summary_table(evaluations: Sequence[EvaluationReport]) -> Markup:
         header.append("gain over an emptied memory (nats per token)")
         rows = [[*row, gain or "not measured"] for row, gain in zip(rows, gains, strict=True)]
     return table("Newest evaluations", header, rows, num_text=2)
-
-
-def _protocol(entry: EvaluationReport) -> str:
-    """Return split and tag of a report, as "test" or "test, mem_len-64"."""
-    return ", ".join(part for part in (entry.name.split, entry.name.tag) if part)
 
 
 def _gain(entry: EvaluationReport) -> str | None:

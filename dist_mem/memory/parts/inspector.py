@@ -39,11 +39,10 @@ def forget(memory: Memory, state: MemoryState, begin: Tensor, end: Tensor, trace
 class Inspector:
     """While entered, every forward of these memories is inspected; all lanes commit together, or none does."""
 
-    def __init__(self, memories: Sequence[Memory], traces: Sequence[Any] | None = None) -> None:
-        """`traces`: of the lanes' documents so far, as `traces` of the inspector that read them; None: they begin."""
+    def __init__(self, memories: Sequence[Memory]) -> None:
         self.memories = tuple(memories)
         self.layers = [Inspection() for _ in self.memories]  # of the last forward, in order from the embedding
-        self.traces: list[Any] = list(traces) if traces is not None else [None for _ in self.memories]
+        self.traces: list[Any] = [None for _ in self.memories]  # of the lanes' documents so far
         self._hooks = ExitStack()
 
     def __enter__(self) -> Inspector:
