@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
 from dist_mem.memory.base import (
-    Evicted,
     LayerSpec,
     MemoryOutput,
     MemoryState,
@@ -40,6 +39,7 @@ from dist_mem.memory.base import (
     Places,
     Stem,
     StepOutput,
+    evict_all,
 )
 from dist_mem.memory.none import EmptyState, NoMemory
 from dist_mem.memory.parts.inspection import Inspection
@@ -173,15 +173,13 @@ class AssociativeMemory(OverMemory):
         found = self.read(x, matrix)
         below = self.over(x + found, EmptyState(), valid_len)
         segment = x[:, : x.shape[1] - self.num_after].detach()
-        everything = Evicted(segment, torch.ones_like(valid_len, dtype=torch.bool))
         query = below.query[:, :, : segment.shape[1]]
         read = found[:, : segment.shape[1]].detach()
         share = read.float().norm(dim=-1) / segment.float().norm(dim=-1).clamp(min=1e-12)
         is_real = torch.arange(segment.shape[1], device=x.device) < valid_len[:, None]
         logs = {"read": (share * is_real).sum(dim=1) / valid_len.clamp(min=1)}
-        return MemoryOutput(
-            found + below.y, ArmtState(matrix, state.pending, state.has_pending), {}, query, everything, logs
-        )
+        new = ArmtState(matrix, state.pending, state.has_pending)
+        return MemoryOutput(found + below.y, new, {}, query, evict_all(segment, valid_len), logs)
 
     def after_block(self, rows: Tensor, state: ArmtState) -> ArmtState:
         pending = rows[:, -self.num_after :].to(state.pending.dtype).contiguous()  # no view, which would keep all rows

@@ -47,6 +47,11 @@ class Evicted(NamedTuple):
     valid: Tensor  # (B,) bool, whether the lane evicts E rows; if not, it evicts none
 
 
+def evict_all(rows: Tensor, valid_len: Tensor) -> Evicted:
+    """Return that every lane evicts these rows, (B, E, D); valid_len (B,)."""
+    return Evicted(rows.detach(), torch.ones_like(valid_len, dtype=torch.bool))
+
+
 class MemoryOutput(NamedTuple):
     y: Tensor  # (B, num_rows, D) attention sub-layer output of the last rows of x, before the residual
     state: MemoryState  # the same NamedTuple type as the input state; without gradient unless `carries_gradient`

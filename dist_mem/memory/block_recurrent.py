@@ -24,13 +24,13 @@ from torch import Tensor
 from dist_mem.config.keys import TOKENS, WIDTH, key
 from dist_mem.memory.base import (
     Count,
-    Evicted,
     Inspectable,
     LayerSpec,
     MemoryOutput,
     Opened,
     Places,
     StepOutput,
+    evict_all,
     exactly,
 )
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, rows_of, segment_rows, token_spans
@@ -178,14 +178,13 @@ class BlockRecurrent(Inspectable):
             # No token reads the new states before the next segment, yet every parameter needs a gradient, if only 0.
             y = y + (0.0 * states.mean((1, 2)))[:, None, None].to(y.dtype)
         num_read = (valid_len + window - 1).div(window, rounding_mode="floor").clamp(min=1)
-        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         logs = {"kept": torch.stack(kept).sum(0).detach() / num_read}
         query = tokens.content.transpose(0, 1)
         new = self.push_rows(state, context, states, valid_len)
         if isinstance(state.tail, Tensor):
             tail = newest_of_both(before, valid_len, num_rows=state.tail.shape[1]).to(state.tail.dtype)
             new = replace(new, tail=tail)
-        return MemoryOutput(y, new, {}, query, everything, logs)
+        return MemoryOutput(y, new, {}, query, evict_all(x, valid_len), logs)
 
     def visible_rows(self, state: BlockRecurrentState, seg_len: int, valid_len: Tensor) -> Tensor:
         """Return which of the kept rows and the segment's tokens are rows that may be read, (B, W + T) bool."""

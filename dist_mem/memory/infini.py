@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.config.keys import key
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, Opened, OverMemory, Places, StepOutput
+from dist_mem.memory.base import LayerSpec, Memory, MemoryOutput, Opened, OverMemory, Places, StepOutput, evict_all
 from dist_mem.memory.none import EmptyState, NoMemory, attention_below
 from dist_mem.memory.parts import fused_matrix
 from dist_mem.memory.parts.fused_rows import mix_rows
@@ -160,9 +160,8 @@ class Infini(OverMemory):
             heads = self.attend(x, weights=False)
             y, new_state = self.mix_output(heads.rows, heads.query, state), self.write_rows(state, heads, valid_len)
             query = heads.query
-        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         logs = {"share": self.share(self.beta.detach().float()).mean()}
-        return MemoryOutput(y, new_state, {}, query, everything, logs)
+        return MemoryOutput(y, new_state, {}, query, evict_all(x, valid_len), logs)
 
     def attend(self, x: Tensor, *, weights: bool) -> HeadRows:
         """Attend to the segment."""

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
 from dist_mem.memory.base import (
-    Evicted,
     LayerSpec,
     Memory,
     MemoryOutput,
@@ -38,6 +37,7 @@ from dist_mem.memory.base import (
     Places,
     StepOutput,
     can_step_rows,
+    evict_all,
 )
 from dist_mem.memory.parts.beside import Beside
 from dist_mem.memory.parts.linear_check import KERNELS, back_end, choose
@@ -230,8 +230,7 @@ class LinearMemory(Beside):
 
     def read_own(self, x: Tensor, state: LinearState, valid_len: Tensor) -> MemoryOutput:
         y, state, query, decay = self.run(x, state, valid_len)
-        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
-        return MemoryOutput(y, state, {}, query, everything, {"kept": self.kept_share(decay, valid_len)})
+        return MemoryOutput(y, state, {}, query, evict_all(x, valid_len), {"kept": self.kept_share(decay, valid_len)})
 
     def open_own(self, state: LinearState, rows: Tensor) -> Opened:
         return Opened(state)

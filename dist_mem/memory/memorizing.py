@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory.base import (
     Count,
-    Evicted,
     LayerSpec,
     Memory,
     MemoryOutput,
@@ -36,6 +35,7 @@ from dist_mem.memory.base import (
     OverMemory,
     Places,
     StepOutput,
+    evict_all,
     exactly,
 )
 from dist_mem.memory.none import EmptyState, NoMemory, attention_below
@@ -347,12 +347,11 @@ class Memorizing(OverMemory):
 
     def forward(self, x: Tensor, state: MemorizingState, valid_len: Tensor) -> MemoryOutput:
         y, heads, share, _ = self.attend(x, state)
-        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         logs = {
             "share": share.detach().float().mean(dim=(0, 2, 3)),
             "fill": state.store.num_written.clamp(max=self.options.mem_len) / self.options.mem_len,
         }
-        return MemoryOutput(y, self.write_rows(state, heads), {}, heads.query, everything, logs)
+        return MemoryOutput(y, self.write_rows(state, heads), {}, heads.query, evict_all(x, valid_len), logs)
 
     def open_segment(self, state: MemorizingState, rows: Tensor) -> Opened:
         if self.over is not None:

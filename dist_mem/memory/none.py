@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.config.keys import key
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, Opened, Places, StepOutput
+from dist_mem.memory.base import Inspectable, LayerSpec, Memory, MemoryOutput, Opened, Places, StepOutput, evict_all
 from dist_mem.memory.parts.inspection import Inspection, segment_rows
 from dist_mem.nn.attention_inputs import Visible
 from dist_mem.nn.layers import AttentionOutput, HeadRows, RelativeAttention, visible_keys
@@ -65,8 +65,7 @@ class NoMemory(Inspectable):
     def forward(self, x: Tensor, state: EmptyState, valid_len: Tensor) -> MemoryOutput:
         y, query, _ = self.attend(x, weights=False)
         # Raw rows, before the layer norm, as the published GPT-2 code passes them to its long-term memory.
-        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
-        return MemoryOutput(y, state, {}, query, everything)
+        return MemoryOutput(y, state, {}, query, evict_all(x, valid_len))
 
     def attend(self, x: Tensor, *, weights: bool) -> AttentionOutput:
         """Attend to the segment."""

@@ -29,7 +29,6 @@ from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
 from dist_mem.memory.base import (
     Count,
-    Evicted,
     Inspectable,
     LayerSpec,
     Memory,
@@ -38,6 +37,7 @@ from dist_mem.memory.base import (
     Places,
     Stem,
     StepOutput,
+    evict_all,
     prefix_counts,
 )
 from dist_mem.memory.parts.inspection import (
@@ -197,9 +197,8 @@ class RecurrentMemory(Inspectable):
         if isinstance(state.cache, transformer_xl.TransformerXLState):
             state = RecurrentMemoryState(transformer_xl.push(state.cache, x))
         segment = x[:, self.options.num_tokens : x.shape[1] - self.num_after].detach()
-        everything = Evicted(segment, torch.ones_like(valid_len, dtype=torch.bool))
         logs = {} if attended.written is None else {"written": attended.written}
-        return MemoryOutput(attended.y, state, {}, attended.query, everything, logs)
+        return MemoryOutput(attended.y, state, {}, attended.query, evict_all(segment, valid_len), logs)
 
     def attend(self, x: Tensor, state: RecurrentMemoryState, valid_len: Tensor, *, weights: bool) -> MemoryTokenOutput:
         """Attend to the cache, if there is one, and to all rows of x."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, key
-from dist_mem.memory.base import Evicted, LayerSpec, MemoryOutput, Opened, OverMemory, Places, StepOutput
+from dist_mem.memory.base import LayerSpec, MemoryOutput, Opened, OverMemory, Places, StepOutput, evict_all
 from dist_mem.memory.none import EmptyState, NoMemory
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, segment_rows, summary_rows, tokens_read
 from dist_mem.memory.rmt import MemoryTokens, TokensState
@@ -115,8 +115,7 @@ class RecurrentRows(OverMemory):
 
     def forward(self, x: Tensor, state: EmptyState, valid_len: Tensor) -> MemoryOutput:
         below = self.over(x, state, valid_len)
-        everything = Evicted(self.tokens_of(x).detach(), torch.ones_like(valid_len, dtype=torch.bool))
-        return MemoryOutput(below.y, state, {}, self.tokens_of(below.query), everything)
+        return MemoryOutput(below.y, state, {}, self.tokens_of(below.query), evict_all(self.tokens_of(x), valid_len))
 
     def open_segment(self, state: EmptyState, rows: Tensor) -> Opened:
         return self.over.open_segment(state, rows)

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from dist_mem.config.keys import TOKENS, WIDTH, key
 from dist_mem.memory.base import (
     Count,
-    Evicted,
     LayerSpec,
     Memory,
     MemoryOutput,
@@ -39,6 +38,7 @@ from dist_mem.memory.base import (
     Places,
     StepOutput,
     can_step_rows,
+    evict_all,
     exactly,
 )
 from dist_mem.memory.parts import neural_backward
@@ -235,8 +235,8 @@ class Titans(Beside):
 
     def read_own(self, x: Tensor, state: TitansState, valid_len: Tensor) -> MemoryOutput:
         step = self.compute(x, state, valid_len, shows=False)
-        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
-        return MemoryOutput(self.dropout(step.y), step.state, {}, step.query, everything, self.metrics(step))
+        evicted = evict_all(x, valid_len)
+        return MemoryOutput(self.dropout(step.y), step.state, {}, step.query, evicted, self.metrics(step))
 
     def compute(self, x: Tensor, state: TitansState, valid_len: Tensor, *, shows: bool) -> TitansResult:
         """Compute outputs and the new state; `shows`: with the weights of the attention."""

@@ -377,6 +377,9 @@ class HeadRows(NamedTuple):
 class ContextAttention(AttentionLayer):
     """Multi-head attention over context rows and the segment itself; a subclass says what its scores are made of."""
 
+    def share_biases(self, first: nn.Module) -> None:
+        """Share nothing: only attention with relative positions has u and v."""
+
     def forward(
         self, x: Tensor, context: Tensor, visible: Visible, *, weights: bool = False, is_row: Tensor | None = None
     ) -> AttentionOutput:

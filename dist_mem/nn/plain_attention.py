@@ -75,9 +75,6 @@ class PlainAttention(ContextAttention):
         self.convolution = short_convolution([width, 2 * width], kernel)
         self.dropout = Dropout(spec.dropout)
 
-    def share_biases(self, first: nn.Module) -> None:
-        """Share nothing: this attention has no u and v."""
-
     def inputs(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Inputs:
         bias = None
         if self.bias != "none":

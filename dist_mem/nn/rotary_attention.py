@@ -92,9 +92,6 @@ class RotaryAttention(ContextAttention):
         self.convolution = short_convolution([width, 2 * spec.kv_width], kernel)
         self.dropout = Dropout(spec.dropout)
 
-    def share_biases(self, first: object) -> None:
-        """Share nothing: this attention has no u and v."""
-
     def project_heads(
         self, x: Tensor, context: Tensor, visible: Visible | Tensor, is_row: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -133,10 +133,15 @@ _OPS.define(
 
 def _sizes(values: Tensor, mean: Tensor, centres: Tensor, squares: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Return sizes and constants of the kernels that read."""
-    width = values.shape[-1]
-    size, warps = tile_of(values.element_size(), width)
+    return (*mean.shape[1:3], len(centres), len(squares)), _constants(values, num_stages=2)
+
+
+def _constants(rows: Tensor, *, num_stages: int) -> dict[str, Any]:
+    """Return the constants of kernels that take tiles of rows, (..., K)."""
+    width = rows.shape[-1]
+    size, warps = tile_of(rows.element_size(), width)
     constants = {"WIDTH": width, "PADDED": padded_width(width), "SIZE": size, "PRECISION": precision()}
-    return (*mean.shape[1:3], len(centres), len(squares)), constants | {"num_warps": warps, "num_stages": 2}
+    return constants | {"num_warps": warps, "num_stages": num_stages}
 
 
 def _read_signal(values: Tensor, mean: Tensor, variance: Tensor, centres: Tensor, squares: Tensor) -> Tensor:
@@ -240,11 +245,7 @@ def _moments_backward(query: Tensor, keys: Tensor, *given: Tensor) -> tuple[Tens
 
 def _moment_constants(query: Tensor, keys: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return sizes and constants of the kernels of moments."""
-    width = query.shape[-1]
-    size, warps = tile_of(query.element_size(), width)
-    constants = {"WIDTH": width, "PADDED": padded_width(width), "SIZE": size, "PRECISION": precision()}
-    sizes = query.shape[1], query.shape[2], keys.shape[2], width**-0.5
-    return sizes, constants | {"num_warps": warps, "num_stages": 1}
+    return (*query.shape[1:3], keys.shape[2], query.shape[-1] ** -0.5), _constants(query, num_stages=1)
 
 
 def _moment_outputs(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
