@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dist_mem.block import model_spec
-from dist_mem.config import load_config
+from dist_mem.config import OptimizerConfig, load_config
 from dist_mem.config.schema import MuonConfig
 from dist_mem.data.batch import IGNORE
 from dist_mem.engine.muon import (
@@ -125,12 +125,16 @@ def test_hooks_of_a_step_run_once() -> None:
     assert weight[0] < 1
 
 
+def rules_of(model: MemoryLM, config: OptimizerConfig) -> dict[str, str]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[each]: group["rule"] for group in parameter_groups(model, config) for each in group["params"]}
+
+
 @pytest.mark.parametrize("case", case_params())
 def test_muon_takes_the_linear_maps_of_the_blocks_and_nothing_else(case: str) -> None:
     model = small_model(case)
     config = tiny_config({"optimizer": OPTIMIZER}).optimizer
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    rules = {names[each]: group["rule"] for group in parameter_groups(model, config) for each in group["params"]}
+    rules = rules_of(model, config)
     assert rules.keys() == dict(model.named_parameters()).keys()
     maps = {f"{name}.weight" for name, module in model.blocks.named_modules() if isinstance(module, nn.Linear)}
     assert maps == {name.removeprefix("blocks.") for name, rule in rules.items() if rule == MUON}
@@ -142,9 +146,7 @@ def test_a_group_chooses_the_rule_and_muon_takes_no_vector() -> None:
     for pattern, rule in (("feed_forward", "adamw"), (r"embedding.*weight", "muon")):
         groups = [{"param_regex": pattern, "rule": rule}]
         config = tiny_config({"optimizer": {**OPTIMIZER, "groups": groups}}).optimizer
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        found = {names[each]: group["rule"] for group in parameter_groups(model, config) for each in group["params"]}
-        taken = {value for name, value in found.items() if pattern.partition(".")[0] in name}
+        taken = {rule for name, rule in rules_of(model, config).items() if pattern.partition(".")[0] in name}
         assert taken == {rule}
     groups = [{"param_regex": "bias", "rule": "muon"}]
     with refused(ValueError, "optimizer.groups[0].rule is muon", "the shape"):

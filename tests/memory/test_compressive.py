@@ -260,15 +260,7 @@ def test_a_signal_over_most_used_knows_the_segments_of_its_rows_and_forgets_none
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("mem_len", SEG_LEN + 1),
-        ("mem_len", 2),
-        ("compression_rate", SEG_LEN + 1),
-        ("cmem_len", 0),
-        ("compression", "convolution"),
-        ("compression_loss", "mse"),
-    ],
+    ("key", "value"), [("mem_len", SEG_LEN + 1), ("mem_len", 2), ("compression_rate", SEG_LEN + 1), ("cmem_len", 0)]
 )
 def test_options_that_do_not_fit_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, key: str, value: Any) -> None:
     with refused(ValueError, f"memory.{key}"):

@@ -221,7 +221,6 @@ def test_outputs_depend_on_the_stored_rows_that_inspection_shows_and_on_no_other
     [
         ({"search": "buckets", "mem_len": 10, "neighbors": 4}, ["memory.mem_len", "memory.neighbors"]),
         ({"cache_len": 0}, ["model.same_length", "memory.cache_len"]),
-        ({"positions": "t6"}, ["memory.positions"]),
     ],
 )
 def test_options_without_a_meaning_are_refused(options: dict[str, Any], named: list[str]) -> None:

@@ -97,21 +97,6 @@ def test_documents_are_apart() -> None:
     assert thrice[:2] == pytest.approx(once[:2])
 
 
-def test_the_watch_changes_nothing() -> None:
-    memory, state = memory_of(**FINE), None
-    outputs = []
-    for watched in (False, True):
-        hook = memory.register_forward_hook(Watch(memory)) if watched else None
-        state = memory.init_state(torch.tensor([0]), "cpu", torch.float64)
-        for x in random_segments(4):
-            output = memory(x, state, torch.full((1,), SEG_LEN))
-            state = output.state
-        outputs.append(output.y)
-        if hook is not None:
-            hook.remove()
-    assert torch.equal(*outputs)
-
-
 @pytest.mark.usefixtures("single_process")
 def test_what_another_protocol_limit_or_other_data_give_does_not_take_the_place_of_the_runs_own(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
