@@ -11,7 +11,6 @@ RUN/figures/ of the first run gets NAME-SPLIT-step-STEP.png (or .svg), the plott
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from dist_mem.errors import UnusableError
@@ -59,36 +58,24 @@ def run(
     figure = figure_named(name)
     if not figure.least_runs <= len(paths) <= figure.most_runs:
         raise UnusableError(f"{name} is made from {figure.runs}, but {len(paths)} runs are given")
-    work = partial(_run, name, paths, settings, checkpoint=checkpoint, folder=folder, form=form)
+
+    def work(world: World, check: StopCheck) -> None:
+        found = [find_checkpoint_together(path, checkpoint, world) for path in paths]
+        labels = labels_of(names_of(paths), [one.directory / "config.yaml" for one in found])
+        sources = [FigureSource(one, label, settings, world, check) for one, label in zip(found, labels, strict=True)]
+        first, run_dir = sources[0], found[0].run_dir
+        data = data_tag(first.checkpoint, first.config.data, first.split)
+        tag = join_parts(data, tag_of(first.config), settings.document or "")
+        target = folder or run_dir / "figures"
+        stem = str(ReportName(first.split, found[0].manifest["step"], tag, name))
+        with hold_file(target / stem), use_style():
+            drawn = figure.draw(name, sources)
+            files = write_figure(drawn, target, stem, form=form)
+        print(drawn.caption)
+        if target.resolve().is_relative_to(run_dir.resolve()):
+            kept = [run_dir / path.resolve().relative_to(run_dir.resolve()) for path in files]
+            track(found[0], first.config.tracking, {}, kept, settings.overrides)
+        else:
+            print(f"written: {', '.join(str(path) for path in files)}")
+
     return run_on_ranks(work, settings.overrides, early, alone="figure")
-
-
-def _run(
-    name: str,
-    paths: Sequence[Path],
-    settings: FigureSettings,
-    world: World,
-    check: StopCheck,
-    *,
-    checkpoint: int | None,
-    folder: Path | None,
-    form: str,
-) -> None:
-    found = [find_checkpoint_together(path, checkpoint, world) for path in paths]
-    labels = labels_of(names_of(paths), [one.directory / "config.yaml" for one in found])
-    sources = [FigureSource(one, label, settings, world, check) for one, label in zip(found, labels, strict=True)]
-    first = sources[0]
-    data = data_tag(first.checkpoint, first.config.data, first.split)
-    tag = join_parts(data, tag_of(first.config), settings.document or "")
-    run_dir = found[0].run_dir
-    target = folder or run_dir / "figures"
-    stem = str(ReportName(first.split, found[0].manifest["step"], tag, name))
-    with hold_file(target / stem), use_style():
-        drawn = figure_named(name).draw(name, sources)
-        files = write_figure(drawn, target, stem, form=form)
-    print(drawn.caption)
-    if target.resolve().is_relative_to(run_dir.resolve()):
-        kept = [run_dir / path.resolve().relative_to(run_dir.resolve()) for path in files]
-        track(found[0], first.config.tracking, {}, kept, settings.overrides)
-    else:
-        print(f"written: {', '.join(str(path) for path in files)}")

@@ -15,7 +15,6 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,38 +153,27 @@ def run(
     Raises:
         UnusableError: the checkpoint, the data or the overrides are invalid.
     """
-    work = partial(_run, path=path, split=split, limit=limit, step=checkpoint, overrides=overrides)
+
+    def work(world: World, check: StopCheck) -> None:
+        found = find_checkpoint_together(path, checkpoint, world)
+        settings = [*overrides, "eval.layout=documents"]  # independent of the run's evaluations
+        config = read_settings(found.directory, settings, reads_data=True)
+        use_threads(config.train)
+        protocol, read, step = protocol_of(config), split or config.eval.split, int(found.manifest["step"])
+        refresh(config.data, [read])
+        limited = "" if limit == LIMIT else f"limit{limit}"
+        tag = join_parts(data_tag(found, config.data, read), tag_of(config), limited)
+        target = found.run_dir / FOLDER / f"{ReportName(read, step, tag, 'inspect')}.json"
+        with hold_file(target):
+            index = open_index(config.data, read)
+            trained = open_model(found, config, tokenizer_of_data(found, config.data), world.device)
+            trained.model.register_forward_pre_hook(check)
+            lengths = cut_lengths(index.documents[:limit].num_tokens, config.eval.max_document_len)
+            layers = regression_errors(trained, Documents(index, lengths, bos_id=trained.tokenizer.bos_id))
+            metadata = {"format_version": FORMAT_VERSION, "step": step, "limit": limit, "protocol": protocol._asdict()}
+            _publish(target, read, layers, metadata)
+
     return run_on_ranks(work, overrides, early, alone="inspect")
-
-
-def _run(
-    world: World,
-    check: StopCheck,
-    *,
-    path: Path,
-    split: str | None,
-    limit: int,
-    step: int | None,
-    overrides: Sequence[str],
-) -> None:
-    found = find_checkpoint_together(path, step, world)
-    settings = [*overrides, "eval.layout=documents"]  # independent of the run's evaluations
-    config = read_settings(found.directory, settings, reads_data=True)
-    use_threads(config.train)
-    protocol, tag = protocol_of(config), tag_of(config)
-    split = split or config.eval.split
-    refresh(config.data, [split])
-    step = int(found.manifest["step"])
-    tag = join_parts(data_tag(found, config.data, split), tag, "" if limit == LIMIT else f"limit{limit}")
-    target = found.run_dir / FOLDER / f"{ReportName(split, step, tag, 'inspect')}.json"
-    with hold_file(target):
-        index = open_index(config.data, split)
-        trained = open_model(found, config, tokenizer_of_data(found, config.data), world.device)
-        trained.model.register_forward_pre_hook(check)
-        lengths = cut_lengths(index.documents[:limit].num_tokens, config.eval.max_document_len)
-        layers = regression_errors(trained, Documents(index, lengths, bos_id=trained.tokenizer.bos_id))
-        metadata = {"format_version": FORMAT_VERSION, "step": step, "limit": limit, "protocol": protocol._asdict()}
-        _publish(target, split, layers, metadata)
 
 
 def _publish(target: Path, split: str, layers: list[Errors], metadata: Mapping[str, object]) -> None:
