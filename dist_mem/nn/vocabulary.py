@@ -145,10 +145,10 @@ def few_scored(targets: Tensor) -> Tensor | None:
     """
     if not targets.is_cpu or is_fake(targets):
         return None
-    scored = targets != IGNORE
-    if 2 * int(scored.sum()) >= len(targets):
+    scored = (targets.numpy() != IGNORE).nonzero()[0]
+    if 2 * len(scored) >= len(targets):
         return None
-    return scored.nonzero().squeeze(1) if scored.any() else torch.zeros_like(targets[:1])
+    return torch.from_numpy(scored) if len(scored) else torch.zeros_like(targets[:1])
 
 
 class TokenScores(NamedTuple):
@@ -175,23 +175,25 @@ class Softmax(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor) -> TokenScores:
         """Score hidden (B, T, D) against targets (B, T) int64, which are IGNORE where nothing is scored."""
         rows, row_targets = hidden.flatten(0, 1), targets.flatten()
-        chosen = few_scored(row_targets)
-        if chosen is None:
-            nll, hits = self.scores_of(rows, row_targets)
-        else:
-            nll, hits = self.scores_of(rows[chosen], row_targets[chosen])
-            nll = nll.new_zeros(len(rows)).index_copy(0, chosen, nll)
-            hits = hits if hits is None else hits.new_zeros(len(rows)).index_copy(0, chosen, hits)
-        return TokenScores(nll.view_as(targets), hits if hits is None else hits.view_as(targets))
-
-    def scores_of(self, rows: Tensor, targets: Tensor) -> TokenScores:
-        """Score rows (R, D) against targets (R,): (R,) each."""
         if self.training:
-            return TokenScores(self.losses(rows, targets), None)
+            return TokenScores(self.scored_losses(rows, row_targets).view_as(targets), None)
         num_columns = self.spans[0].size + len(self.spans) - 1
-        chunks = row_chunks(rows, max(num_columns, *(part.size for part in self.spans)))
-        scores = [self.simple_scores(rows[chunk], targets[chunk]) for chunk in chunks]
-        return TokenScores(*(torch.cat(parts) for parts in zip(*scores, strict=True)))
+        columns = max(num_columns, *(part.size for part in self.spans))
+        chunks = row_chunks(rows, columns)
+        scores = [self.simple_scores(rows[chunk], row_targets[chunk]) for chunk in chunks]
+        return TokenScores(*(torch.cat(parts).view_as(targets) for parts in zip(*scores, strict=True)))
+
+    def scored_losses(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """Compute `losses` of the rows with a target alone where they are few, and 0 for the others.
+
+        Evaluation computes all: with other numbers of rows, products round otherwise, and the score of a text would
+        depend on which of its tokens are scored.
+        """
+        chosen = few_scored(targets)
+        if chosen is None:
+            return self.losses(rows, targets)
+        losses = self.losses(rows[chosen], targets[chosen])
+        return losses.new_zeros(len(rows)).index_copy(0, chosen, losses)
 
     def losses(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Compute negative log-likelihoods without logits of all rows: rows (R, D), targets (R,) -> (R,)."""
