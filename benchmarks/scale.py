@@ -39,7 +39,14 @@ from lib.simulated_checkpoint import (
 )
 
 from dist_mem.data.plan import DocumentPlan, lanes_of_rank
-from dist_mem.supervision.hang_report import Position, gather_positions, note_suspects, report, write_position
+from dist_mem.supervision.hang_report import (
+    Position,
+    gather_positions,
+    note_failed_nodes,
+    report,
+    suspects,
+    write_position,
+)
 from dist_mem.supervision.rendezvous import RankDevice, meet
 
 SIZES = [16, 64, 256, 1024]
@@ -117,8 +124,9 @@ def hang(num_ranks: int, folder: Path, silent: int) -> Figures:
 
     def end(rank: int) -> None:
         if rank != silent and (positions := gather_positions(folder, rank=rank, num_ranks=num_ranks)):
-            reports.append(report(positions, nodes, seconds=600, folder=folder))
-            note_suspects(folder, positions, nodes)
+            suspected = suspects(positions, nodes)
+            reports.append(report(positions, nodes, suspected, seconds=600, folder=folder))
+            note_failed_nodes(folder, [nodes[rank] for rank in suspected], nodes)
 
     before, began = opened.count, time.perf_counter()
     with ranks_as_threads(num_ranks) as run:
