@@ -125,6 +125,7 @@ def empty_conversations(source: Path) -> None:
 
 
 OTHER_FILM = {"history": [], "wikiDocumentIdx": 7}
+TWO_FILMS = {"history": [], "wikiDocumentIdx": [0, 1]}
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "Jaws.json": lambda source: write_json(source / "WikiData" / "Jaws.json", {"0": {}, "wikiDocumentIdx": 2}),
     "nameless.json": lambda source: write_json(source / "WikiData" / "nameless.json", {}),
@@ -134,6 +135,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "deep.json": lambda source: (source / "WikiData" / "deep.json").write_text("[" * 10**5),
     "user3": lambda source: write_conversation(source, "valid", "dev", [("user3", "Hello")]),
     "wikiDocumentIdx 7": lambda source: write_json(source / "Conversations" / "valid" / "dev.json", OTHER_FILM),
+    "two.json": lambda source: write_json(source / "Conversations" / "valid" / "two.json", TWO_FILMS),
     "--source": empty_conversations,
 }
 

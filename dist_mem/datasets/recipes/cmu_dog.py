@@ -165,7 +165,7 @@ def read_films(folder: Path) -> dict[int, Film]:
 def film_of(facts: dict[str, Any], path: Path) -> tuple[int, Film]:
     """Return wikiDocumentIdx and a film whose text has one line for each fact of section 0 and each scene."""
     try:
-        index = facts["wikiDocumentIdx"]
+        index = film_index(facts)
         lines = [f"{label}: {on_one_line(facts['0'][key])}" for key, label in FACTS.items()]
         lines += [f"Scene {scene}: {on_one_line(facts[scene])}" for scene in SCENES]
         name = on_one_line(facts["0"]["movieName"])
@@ -176,12 +176,23 @@ def film_of(facts: dict[str, Any], path: Path) -> tuple[int, Film]:
     return index, Film(name, "".join(f"{line}\n" for line in lines))
 
 
+def film_index(facts: dict[str, Any]) -> int:
+    """Return wikiDocumentIdx.
+
+    Raises:
+        KeyError: there is none.  TypeError: it is no whole number.
+    """
+    if not isinstance(index := facts["wikiDocumentIdx"], int):
+        raise TypeError(f"wikiDocumentIdx is {index!r}, no whole number")
+    return index
+
+
 def read_conversations(folder: Path, films: dict[int, Film]) -> list[FilmConversation]:
     """Read the conversations of a folder, in the order of their names."""
     conversations = []
     for path, facts in read_folder(folder):
         try:
-            film, history = facts["wikiDocumentIdx"], facts["history"]
+            film, history = film_index(facts), facts["history"]
             turns = turns_of([(message["uid"], message["text"]) for message in history])
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} is no conversation of CMU-DoG ({error!r})") from error
